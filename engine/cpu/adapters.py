@@ -1,4 +1,4 @@
-"""Keeps the tables of where a model's LoRA adapters lie, on the `cpu` device."""
+"""Keeps, for a model on the `cpu` device, the tables that say where in memory the matrices of its LoRA adapters lie."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from loader.shapes.model_shape import ModelShape
 
 
 class HostAdapterMemory(AdapterTables):
-    """The engine.contracts.adapters.AdapterMemory of a model on the `cpu` device. Its tables never move in memory, because recorded
-    steps read them. dtype: the model's dtype. added: a method of the model, called after each `set`."""
+    """Implements engine.contracts.adapters.AdapterMemory for a model on the `cpu` device: the tables that say where in memory the
+    matrices of the model's LoRA adapters lie. The tables are never moved, because recorded steps hold their addresses.
+    dtype: the model's dtype.
+    added: a method of the model, called after each `set`."""
 
     def __init__(self, shape: ModelShape, dtype: str, added: Callable[[], None]) -> None:
         super().__init__(shape, dtype)
         self._added = WeakMethod(added)  # weak, to make no reference cycle with the model
 
     def prepare(self) -> None:
-        """Does nothing, because steps can run without compiled kernels."""
+        """Does nothing: on the `cpu` device steps can compute adapters at any time, because they do not need compiled kernels for
+        that."""
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
         self.fill(number, first_byte, layout)

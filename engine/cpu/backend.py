@@ -48,9 +48,10 @@ POLL_S = 0.05  # between looks whether kernels are in use
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens the `cpu` device and returns it: takes over the memory that an earlier engine left, or makes new memory, of the size in
-    `configure`. handover: passes the memory on between engines; None: it ends with this process. Raises MemoryError, and ValueError
-    for sizes that no memory can have."""
+    """Opens the `cpu` device and returns it. Its memory has the size in `configure`, and is the memory that an earlier engine left,
+    or new memory if there is none. handover: receives this memory from an earlier engine and keeps it for a later one; None: the
+    memory is new and is freed when this process ends. Raises MemoryError if the system refuses the memory, and ValueError for sizes
+    that no memory can have."""
     given, left = handover.ask(configure.num_chunks, configure.chunk_bytes) if handover is not None else ([], None)
     memory = CpuMemory(configure.num_chunks, configure.chunk_bytes, given)
     handles.close(given)
@@ -60,7 +61,8 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 class CpuBackend:
-    """The engine.contracts.backend.Backend of the `cpu` device. options: the engine's settings."""
+    """Implements engine.contracts.backend.Backend for the `cpu` device. memory: the device's chunks. options: the engine's
+    settings."""
 
     reads_in_place = True
 
@@ -97,8 +99,8 @@ class CpuBackend:
         return self._builds is not None and self._builds.takes_cores
 
     def _until_in_use(self, kernel_set: KernelSet, waiting: Callable[[], None]) -> None:
-        """Waits until a set of kernels is in use. Calls `waiting` often, which may raise an error to end the wait. Raises
-        RuntimeError if the kernels cannot be compiled, or if the compilers have made no progress for too long."""
+        """Waits until a set of kernels is in use. While waiting, calls `waiting` often; an error that `waiting` raises ends the
+        wait. Raises RuntimeError if the kernels cannot be compiled, or if the compilers have made no progress for too long."""
         without = f"kernels for {kernel_set}, without which it is too slow to be served"
         while self._ops.awaited([kernel_set]):
             if self._builds is not None and (stall := self._builds.stall):
@@ -109,15 +111,16 @@ class CpuBackend:
             raise RuntimeError(f"{without}: {problem}")
 
     def _need(self, sets: Sequence[KernelSet]) -> None:
-        """Starts processes that compile those of the sets of kernels that are not compiled already, and returns without waiting for
-        them. Does nothing without Numba."""
+        """Starts processes that compile the given sets of kernels, unless these are compiled already, and returns without waiting
+        for the processes. Does nothing without Numba."""
         if self._builds is not None:
             self._builds.need(sets)
 
     def _compile_late(self, kernel_set: KernelSet) -> None:
-        """Starts compiling a set of kernels that a step has needed although loader/configs/kernel_needs.py does not list it for the
-        model. If it is the set for sampling, its compilation no longer waits until the engine is idle. The step goes on with the
-        reference implementation."""
+        """Handles a step's need for a set of kernels that is not in use; the step itself uses the reference implementation. If
+        nothing has asked for the set before, starts its compilation and logs a warning, because loader/configs/kernel_needs.py
+        should have listed it for the model. If it is the set for sampling, its compilation no longer waits until the engine is
+        idle."""
         if self._builds is not None and kernel_set.name == SAMPLING:
             self._builds.hurry([kernel_set])
         if self._builds is not None and not self._builds.knows(kernel_set):
@@ -143,9 +146,9 @@ class CpuBackend:
         return self._decoder_model(spec, shape, weights)
 
     def _decoder_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel:
-        """Returns a model that generates tokens (not an encoder). If it was loaded before with the same settings, this is the
-        earlier object with its recorded steps. Recorded steps take host memory, so only the MAX_KEPT_MODELS models loaded last are
-        kept."""
+        """Returns a model that generates tokens (not an encoder). If the model was loaded before with the same settings, returns
+        the same object as before, with its recorded steps. Such objects are kept only for the MAX_KEPT_MODELS models that were
+        loaded last, because recorded steps take host memory."""
         identity = (weights, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
         known = self._models.pop(spec.model, None)
         if known is not None and known[0] == identity:
@@ -163,9 +166,8 @@ class CpuBackend:
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> CpuModel:
-        """Returns this device's share of a split model. It is a new object at each load, because recorded steps hold addresses of
-        the region. kv_memory: uint8, the memory of the share's KV blocks. region: the memory that the engines of all shares have in
-        common."""
+        """Returns this device's share of a split model, as a new object at each load, because recorded steps hold addresses of
+        `region`. kv_memory: uint8, the memory of the share's KV blocks. region: memory that the engines of all shares map."""
         self._models.pop(spec.model, None)
         threads = threads_for(weights.num_bytes, self.compute_threads)
         ranks = stages = None
@@ -187,6 +189,6 @@ class CpuBackend:
 
 
 def threads_for(weights_bytes: int, num_threads: int) -> int:
-    """Returns how many of num_threads threads compute a model's steps: one if its weights have few bytes (weights_bytes), else
-    all."""
+    """Returns how many of num_threads threads compute a model's steps: one if its weights are small, else all. weights_bytes: size
+    of the weights."""
     return 1 if weights_bytes < SINGLE_THREAD_WEIGHTS_BYTES else num_threads

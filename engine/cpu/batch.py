@@ -1,5 +1,5 @@
-"""The inputs of one forward pass on the `cpu` device, as arrays. They are built once a step and passed on to the layers. Nothing
-about a step is global, because several models live in one process.
+"""The inputs of one forward pass on the `cpu` device, as arrays. A step builds them once and passes them to the layers as an
+argument. They are not global, because one process runs several models.
 
 Shapes: R rows, T tokens of all rows one after the other, N tokens whose attention reads KV blocks query by query (paged attention),
 B blocks of the longest row, D head size, P pairs of a head's dimensions that rotary embedding (RoPE) rotates."""
@@ -25,11 +25,11 @@ LONG_ROW_TOKENS = 16
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
     """The memory of one KV group, with the settings that its layers have in common.
-    kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV heads; in a group of
-    states, float32 [num_blocks, layers, numbers of a state].
-    kv_flat: the same memory as a flat array for kernels.
+    kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena, viewed as the KV blocks of this group, for G KV heads;
+    in a group of states, float32 [num_blocks, layers, number of values of a state].
+    kv_flat: the same memory as a flat array for kernels; empty for fp8 KV, which no CPU kernel reads.
     rotary: the rotary embedding of the group's layers.
-    reach: how far back a query attends (KVGroupSpec.reach).
+    reach: how far back a query attends (KVGroupSpec.reach); 0: to all earlier positions.
     scales: the scales of fp8 KV (engine/memory/arena.py); None: the KV is not fp8."""
 
     kv: Tensor
@@ -61,16 +61,18 @@ class GroupBatch:
 class HostBatch:
     """The inputs of one step on the CPU.
 
-    num_tokens: T without padding.
-    groups: one for each KV group.
-    layer_places: layer -> its KV group, and its index among the group's layers, for each layer that is computed.
+    num_tokens: T without padding; in a recorded step T with padding, because the step is run again with other numbers of tokens.
+    groups: the inputs for each KV group.
+    layer_places: for each layer that is computed, the index of its KV group and its index among the group's layers.
     starts, num_new, contexts [R]: each row's first token in the step, its number of tokens in the step, and its number of positions
     stored after the step.
-    paged_tokens, paged_rows, paged_contexts [N]: the token, row and context (number of positions) of each query that reads its KV
-    blocks by itself. A context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead.
+    paged_tokens, paged_rows, paged_contexts [N]: the token, row and context (number of positions) of each query whose attention is
+    computed by itself. A context of 0 marks padding. A context of -1 marks a query of a long row, whose queries are computed
+    together instead.
     has_long_rows: whether there may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens.
-    attended [1]: an upper bound on the positions that all queries together attend to.
-    layer_inputs, kept: the layers' own inputs, and the memory for states that the predictor reads (StepBatch).
+    attended [1]: an upper bound on the number of positions that all queries together attend to.
+    layer_inputs: the additional inputs of layers; None: there are none.
+    kept: memory for the hidden states that the model's predictor reads; None: there is no predictor, or it does not read this step.
     adapters: the LoRA adapters of the step's tokens; None: the step computes no adapters."""
 
     input_ids: Tensor  # [T] int64
@@ -91,8 +93,8 @@ class HostBatch:
 
     @property
     def block_tokens(self) -> int:
-        """The number of tokens of a block, the same in every KV group. (The first group gives it, because that is never a group of
-        states.)"""
+        """The number of tokens of a block, the same in every KV group. It is read from the first group, which is never a group of
+        states."""
         return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[GroupBatch, int]:
@@ -130,13 +132,14 @@ def build_batch(
     padded: bool = False,
     adapters: BatchAdapters | None = None,
 ) -> HostBatch:
-    """Returns the inputs of a step, made from its plan and the sequence table. Everything is computed on whole arrays, never row by
-    row.
+    """Returns the inputs of a step, made from its plan and the sequence table. All computations work on whole arrays instead of
+    single rows.
     memory: the memory of each KV group.
-    layer_places: layer -> its KV group, and its index among the group's layers.
+    layer_places: for each layer, the index of its KV group and its index among the group's layers.
     cos_sin(rotary, positions): returns the cosines and sines of a rotary embedding (CpuOps.cos_sin).
-    padded: whether T is padded to one of few numbers (padded_rows); padding tokens are not stored and attend to nothing.
-    adapters: the model's LoRA adapters, whose `numbers` are replaced by those of the step; None: steps compute no adapters."""
+    padded: whether T is rounded up as padded_rows does; padding tokens are not stored and attend to nothing.
+    adapters: the tables of the model's LoRA adapters, in which `numbers` is replaced by the adapters of this step's tokens; None:
+    steps compute no adapters."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)

@@ -1,5 +1,5 @@
-"""The gated delta rule on the `cpu` device: calls its two kernels, or the reference implementation if they do not support the
-dtype."""
+"""Computes the gated delta rule (linear attention) on the `cpu` device: by two compiled kernels, or by the reference implementation
+if there are no kernels for the dtype."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from scheduler.batch.plan import FloatArray, IntArray
 
 
 class CpuEncoder:
-    """An engine.contracts.steps.HostedEncoder on the `cpu` device. Not safe for two threads at a time."""
+    """Implements engine.contracts.steps.HostedEncoder on the `cpu` device. Only one thread may use an object at a time."""
 
     def __init__(self, ops: CpuOps, spec: LoadModel, shape: ModelShape, weights: WeightRange, num_threads: int) -> None:
         self._ops, self.name = ops, spec.model
@@ -35,8 +35,9 @@ class CpuEncoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
-        """Returns the vectors of R texts, or the scores of R pairs of texts, and the seconds they took. texts: the token ids of
-        each, not empty. second_at: for each pair, the index of the second text's first token. Raises RuntimeError after
+        """Returns float32 results and the seconds that they took. The results are the vectors [R, hidden] of R texts, or, if the
+        model scores pairs, the scores [R, 1] of R pairs of texts. texts: the token ids of each text or pair, not empty. second_at:
+        for each, the index of the first token of the pair's second text; 0: it is a single text. Raises RuntimeError after
         `release`."""
         begin = time.perf_counter()
         if self._model is None:

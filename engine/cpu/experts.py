@@ -1,9 +1,9 @@
-"""Computes the experts of a mixture-of-experts layer with the CPU kernels: pairs of a token and an expert are sorted by expert, and
-each expert's rows are multiplied together.
+"""Computes the experts of a mixture-of-experts layer with the CPU kernels. The pairs of a token and an expert are sorted by expert,
+so that all rows of an expert are multiplied with its matrices at once.
 
 kernels: the module engine.cpu.kernels.entry. Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T
 * C pairs of a token and one of its experts, sorted by expert, I the experts' intermediate size. In a split model a rank may have
-only some of the experts. All arrays then begin with the pairs of these experts, and the rows after them are undefined."""
+only some of the experts. Arrays of P rows then begin with the pairs of these experts, and their other rows are undefined."""
 
 from __future__ import annotations
 
@@ -107,17 +107,18 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
 
 
 def _activate_own(kernel: Any, firsts: Any, gate_up: Any, *numbers_and_out: Any) -> None:
-    """Computes the activation (by `kernel`) only in the rows of a rank's own experts. firsts [E + 1]: the first row of each of
-    these experts, and the end. numbers_and_out: the kernel's arguments after gate_up, the output last."""
+    """Computes the activation of a rank's own experts and leaves all other rows unchanged. kernel: computes the activation. firsts
+    [E + 1]: the first row of each own expert, and the end of the last one's rows. numbers_and_out: the kernel's arguments after
+    gate_up, with its output as the last."""
     *numbers, out = numbers_and_out
     if num_rows := int(firsts[-1]):
         kernel(gate_up[:num_rows], *numbers, out[:num_rows])
 
 
 def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
-    """Multiplies the row of each pair of a token and an expert by the pair's weight, and sets all weights to 1, so that outputs are
-    not weighted again. rows [P, W]: changed in place. weights, places [T, C]: the weight and the row of each pair. slots [T]: below
-    0 for padding."""
+    """Multiplies the row of each pair of a token and an expert by the pair's weight, in place, and sets all weights to 1, so that
+    the experts' outputs are not weighted again. rows [P, W]. weights, places [T, C]: the weight of each pair, and its index in
+    rows. slots [T]: each token's place in the KV cache; below 0 for padding, which is skipped."""
     there = slots >= 0
     own = torch.from_numpy(places[there].ravel()).long()
     rows[own] = (rows[own].float() * torch.from_numpy(weights[there].reshape(-1, 1))).to(rows.dtype)
@@ -125,9 +126,9 @@ def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
 
 
 def _weigh_by_expert(weights: Any, places: Any, firsts: Any, slots: Any, factors: Tensor) -> None:
-    """Multiplies the weight of each pair of a token and an expert, in place, by the expert's factor. weights, places [T, C]: the
-    weight and the row of each pair. firsts [E + 1]: the first row of each expert, and the end. slots [T]: below 0 for padding.
-    factors [E]."""
+    """Multiplies the weight of each pair of a token and an expert, in place, by the expert's factor in factors [E]. weights, places
+    [T, C]: the weight and the row of each pair. firsts [E + 1]: the first row of each expert, and the end of the last one's rows.
+    slots [T]: each token's place in the KV cache; below 0 for padding, which is skipped."""
     there, of_rows = slots >= 0, np.repeat(factors.float().numpy(), np.diff(firsts))
     weights[there] *= of_rows[places[there]]
 
@@ -135,9 +136,9 @@ def _weigh_by_expert(weights: Any, places: Any, firsts: Any, slots: Any, factors
 def _grouped_product(
     kernels: Any, x: Tensor, weight: ExpertMatrix, bias: Tensor | None, routing: _Routing, num_tokens: int
 ) -> Tensor:
-    """Multiplies each row of x [P, K] with the transposed matrix of the row's expert in weight [E, N, K], adds the expert's bias in
-    bias [E, N] (None: no bias), and returns the results [P, N]. routing.firsts says which rows are an expert's. num_tokens: the
-    most rows that an expert may have."""
+    """Multiplies each row of x [P, K] with the transposed matrix of the row's expert, adds the expert's bias, and returns the
+    results [P, N]. weight [E, N, K], bias [E, N] (None: no bias): of all experts. routing: its `firsts` says which rows belong to
+    which expert. num_tokens: the most rows that an expert may have."""
     out = empty(x, len(x), weight.shape[1])
     if isinstance(weight, Mxfp4Matrix | Int4Matrix | Nvfp4Matrix):
         _grouped_four_bits_linear(kernels, x, weight, bias, routing, num_tokens, out)
@@ -208,16 +209,17 @@ def _many_byte_rows(
     kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
 ) -> None:
     """Multiplies the rows of each expert that has more than most_rows rows with the expert's FP8 or int8 matrix, and writes the
-    results to those rows of out; other rows are unchanged. The weights are converted to x's dtype a part of an expert at a time.
-    values, scales, group_inputs: the parts of the matrices. firsts [E + 1]: the first row of each expert, and the end."""
+    results to those rows of out; other rows are unchanged. To save memory, the weights of only some outputs at a time are converted
+    to x's dtype. values, scales, group_inputs: the fields of all experts' matrices (Fp8Matrix, Int8Matrix). firsts [E + 1]: the
+    first row of each expert, and the end of the last one's rows."""
     for expert, own in _many(firsts, most_rows):
         fp8_in_parts(kernels, x[own], values[expert], scales[expert], group_inputs, None, out[own])
 
 
 def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor) -> None:
-    """Multiplies the rows x [P, K] of each expert that has more than most_rows rows with the expert's matrix, and writes the
-    results to those rows of out [P, N]; other rows are unchanged. Uses the kernel for plain matrices and many rows, or torch.
-    firsts [E + 1]: the first row of each expert, and the end."""
+    """Multiplies the rows of x [P, K] of each expert that has more than most_rows rows with the expert's matrix in weight [E, N,
+    K], and writes the results to those rows of out [P, N]; other rows are unchanged. firsts [E + 1]: the first row of each expert,
+    and the end of the last one's rows."""
     for expert, own in _many(firsts, most_rows):
         write_product(kernels, x[own], weight[expert], None if bias is None else bias[expert], out[own])
 
@@ -244,9 +246,9 @@ def _many_four_bits_rows(
     out: Tensor,
 ) -> None:
     """Multiplies the rows of each expert that has more than most_rows rows with the expert's four-bit matrix, and writes the
-    results to those rows of out; other rows are unchanged. The weights are converted to x's dtype a part of an expert at a time.
-    scales to halves: the matrices, as products.four_bits returns them. firsts [E + 1]: the first row of each expert, and the
-    end."""
+    results to those rows of out; other rows are unchanged. To save memory, the weights of only some outputs at a time are converted
+    to x's dtype. scales, blocks, zeros, group_inputs, halves: all experts' matrices, in the form that products.four_bits returns.
+    firsts [E + 1]: the first row of each expert, and the end of the last one's rows."""
     parts = [of_experts.reshape(len(firsts) - 1, -1) for of_experts in (scales, blocks, zeros)]
     for expert, own in _many(firsts, most_rows):
         own_bias = None if bias is None else bias[expert]

@@ -1,15 +1,17 @@
-"""Compiles CPU kernels in separate processes, whose memory is freed when they end, while torch's operations serve the models.
+"""Compiles CPU kernels in separate processes, while the engine serves its models with torch's operations. The memory of the
+processes is freed when they end.
 
 An engine asks for the sets of kernels that models need (`need`). Sets in the cache folder are used at once. The others are
 compiled, unit by unit (a unit is a kernel in its variants for one and for several threads), by processes that end when all are
-compiled: python -P -m engine.warm --unit-by-unit. Each set comes into use when its last unit is compiled. A crash of a compiler
-does not end the engine: the unit is not tried again, and operations that would call the kernels of the unit's sets go on with
-torch. The same happens if the cache folder did not keep a compiled kernel, and to a unit that is not compiled within UNIT_LIMIT_S,
-whose compiler is killed.
+compiled: python -P -m engine.warm --unit-by-unit. Each set comes into use when its last unit is compiled.
 
-Kernels that only sampling calls are compiled last, and none is begun while the engine computes, because steps that choose the most
-likely token would lose a core to the compiler, or half of the memory's bandwidth, for kernels that nobody may ever need. They are
-compiled while the engine is idle, or at once when a step calls them (`hurry`)."""
+A set is given up, so that its operations go on with torch, in three cases: a compiler crashes at one of its units; a unit is not
+compiled within UNIT_LIMIT_S, and its compiler is killed; or the cache folder did not keep a compiled kernel. The engine goes on
+running, and does not try such a unit again.
+
+Kernels that only sampling calls are compiled last, while the engine is idle, or at once when a step calls them (`hurry`). They may
+never be needed, because steps that choose the most likely token do not call them, and a compiler would take a core, or half of the
+memory's bandwidth, from such steps."""
 
 from __future__ import annotations
 
@@ -83,8 +85,8 @@ class _Build:
         self.since_s = time.monotonic()
 
     def done(self, unit: Unit, problem: str) -> list[KernelSet]:
-        """Notes that the compilation of a unit has ended. problem: why it failed; "": it succeeded. Returns the sets whose last
-        unit this was."""
+        """Records that the compilation of a unit has ended, and returns the sets of kernels of which it was the last unit. problem:
+        why the compilation failed; "": it succeeded."""
         self.num_done += 1
         self._done_s += unit.seconds
         of_unit = [kernel_set for kernel_set, left in self.left.items() if unit in left]
@@ -102,7 +104,7 @@ class _Build:
 
     @property
     def left_s(self) -> float:
-        """The estimated time until all units are compiled, in seconds of compiling."""
+        """The estimated seconds of compiling that remain until all units are compiled."""
         passed_s = time.monotonic() - self.since_s - self.postponed_s
         planned_s = START_S + max(self._longest_s, self._all_s / self.num_processes)
         if self._done_s >= self._all_s / 3:  # enough is done to tell how fast this machine is
@@ -117,8 +119,8 @@ class _Measure:
         self._at_s, self._computed_s = time.monotonic(), time.process_time()
 
     def share(self) -> float | None:
-        """Returns the processor time of this process divided by the time passed since the last result, so 1.0 stands for one core;
-        None if the last result is less than MEASURE_EVERY_S old."""
+        """Returns the processor time that this process has used since the last result, divided by the time that has passed since
+        then: 1.0 stands for one core. Returns None if the last result is less than MEASURE_EVERY_S seconds old."""
         at_s, computed_s = time.monotonic(), time.process_time()
         if (passed_s := at_s - self._at_s) < MEASURE_EVERY_S:
             return None
@@ -131,8 +133,8 @@ class CpuKernelBuilds:
     """Compiles the kernels that this process needs, in other processes.
     num_threads: threads that run the models' kernels; if more than one, the kernels' variants for several threads are compiled,
     too.
-    num_processes: how many compilers may run at a time, but never more than MOST_COMPILERS.
-    use: called with each set of kernels that has been compiled.
+    num_processes: the most compilers that run at a time; it is lowered to MOST_COMPILERS.
+    use: called with each set of kernels once all its kernels can be loaded.
     give_up: called with each set that cannot be compiled.
     tell: called from other threads with news of the compilation."""
 
@@ -163,11 +165,11 @@ class CpuKernelBuilds:
         return kernel_set in self._known
 
     def need(self, sets: Iterable[KernelSet]) -> None:
-        """Asks for sets of kernels. Those in the cache folder are in use when this returns; the compilation of the others has been
-        started by then.
+        """Asks for sets of kernels, and returns without waiting for compilers. Sets that are complete in the cache folder are in
+        use when this returns. The others are compiled by other processes, after all sets that were asked for earlier.
 
-        Order: sets that steps call come before sets that only sampling calls. Within each of these, the dtype that comes first in
-        `sets` is first, and within a dtype the unit that takes longest. Sets that only sampling calls are compiled while the engine
+        They are compiled in this order: first the sets that steps call, then those that only sampling calls; among these by dtype,
+        in the order of `sets`; then the unit that takes longest first. Sets that only sampling calls are compiled while the engine
         is idle, or after a call of `hurry`."""
         with self._lock:
             new = [kernel_set for kernel_set in dict.fromkeys(sets) if kernel_set not in self._known]
@@ -190,8 +192,8 @@ class CpuKernelBuilds:
                 self._builder = builder
 
     def hurry(self, sets: Iterable[KernelSet]) -> None:
-        """Lets sets of kernels that only sampling calls be compiled at once, without waiting for the engine to be idle: a step
-        calls them, or something waits for them."""
+        """Lets these sets of kernels be compiled even while the engine computes. It changes something only for sets that only
+        sampling calls; they would otherwise be compiled while the engine is idle."""
         with self._lock:
             self._hurry(sets)
 
@@ -200,19 +202,20 @@ class CpuKernelBuilds:
         self._changed.notify_all()
 
     def _may_wait(self, kernel_set: KernelSet) -> bool:
-        """Returns whether a set of kernels is compiled only while the engine is idle."""
+        """Returns whether a set of kernels is compiled only while the engine is idle: it is a set for sampling, and `hurry` was not
+        called for it."""
         return kernel_set.name == SAMPLING and kernel_set not in self._hurried
 
     @property
     def stall(self) -> str:
-        """Says why it is of no use to wait for the compilers: they have compiled nothing for UNIT_LIMIT_S; "" if they make progress
-        or have nothing to compile."""
+        """A message if waiting for the compilers is useless, because they have compiled nothing for UNIT_LIMIT_S seconds; "" if
+        they make progress or have nothing to compile."""
         is_still = self._running is not None and time.monotonic() - self._moved_s > UNIT_LIMIT_S
         return f"no kernel was compiled for {UNIT_LIMIT_S:g} s" if is_still else ""
 
     @property
     def takes_cores(self) -> bool:
-        """Returns whether kernels are being compiled even while the engine computes, so that steps should leave cores to the
+        """Returns whether kernels are compiled even while the engine computes, so that steps should leave cores to the
         compilers."""
         running = self._running
         only_waits = running is not None and all(self._may_wait(one) for one in tuple(running.left))
@@ -319,9 +322,10 @@ class CpuKernelBuilds:
             ended.put(None)
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
-        """Sends the units in build.queue to a compiler process, one by one, and puts each unit with its problem ("": none) into
-        `ended`. Starts a new process whenever one has crashed, or was ended because no unit may be compiled for now. A process that
-        is alive at the end is kept for the next build, because starting one takes a second, unless its memory has grown large."""
+        """Compiles the units in build.queue, one by one, in a compiler process. Puts each unit into `ended`, with the problem that
+        kept it from being compiled ("": none). Starts a new process if the last one has crashed, or was ended because all units
+        that are left must wait until the engine is idle. A process that is alive at the end is kept for the next build, because
+        starting one takes a second; if its memory has grown large, it is ended."""
         process = None
         while build.queue:
             if (found := self._take(build)) is None:
@@ -351,13 +355,13 @@ class CpuKernelBuilds:
                 _end(process)
 
     def _first(self, build: _Build) -> tuple[Unit, KernelSet] | None:
-        """Returns the first unit in a build's queue that may be compiled now, with the set that it belongs to; None if there is
-        none."""
+        """Returns the first unit in a build's queue that may be compiled now, with the set that it belongs to. Returns None if the
+        queue is empty, or if all its units must wait until the engine is idle."""
         return next((one for one in build.queue if self._is_idle or not self._may_wait(one[1])), None)
 
     def _take(self, build: _Build) -> tuple[Unit, KernelSet] | None:
-        """Removes the first unit that may be compiled now from a build's queue, and returns it with the set that it belongs to;
-        None if there is none."""
+        """Removes from a build's queue the unit that `_first` returns, and returns it with the set that it belongs to; None if no
+        unit may be compiled now."""
         with self._lock:
             if (found := self._first(build)) is not None:
                 build.queue.remove(found)
@@ -374,7 +378,7 @@ class CpuKernelBuilds:
             self._changed.notify_all()
 
     def _is_postponed(self, build: _Build) -> bool:
-        """Returns whether none of a build's units is being compiled for now, because the engine computes steps."""
+        """Returns whether a build compiles nothing for now, because all units that are left must wait until the engine is idle."""
         with self._lock:
             return bool(build.queue) and build.num_compiling == 0 and self._first(build) is None
 
@@ -399,7 +403,7 @@ def _start(parallel: bool) -> subprocess.Popen[str]:
 
 def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> str:
     """Has a compiler process compile one unit. asked: dtype and name of the set of kernels, and the unit's name. Returns "" if the
-    unit was compiled, else why not; the process has ended then or was killed."""
+    unit was compiled. Otherwise returns a message that says why not; the process has then ended or was killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -425,7 +429,7 @@ def _next(left: deque[_T]) -> _T | None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a compiler process by closing its standard input, and waits for its end, for END_S at most; then kills it."""
+    """Ends a compiler process: closes its pipes, waits up to END_S seconds for its end, and kills it if it is still alive."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):

@@ -1,7 +1,8 @@
-"""Lists the kernels of each set (loader/configs/kernel_sets.py), and loads each from the cache folder or compiles it.
+"""Lists the kernels of each set of kernels (loader/configs/kernel_sets.py). Loads compiled kernels from the cache folder, and
+compiles those that are missing.
 
-Kernels are handled in units: a kernel for one thread together with its variant for several threads, so that their common code is
-compiled only once."""
+Kernels are handled in units. A unit is a kernel for one thread together with its variant for several threads; compiled together,
+their common code is compiled only once."""
 
 from __future__ import annotations
 
@@ -80,16 +81,16 @@ _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 @dataclass(slots=True, frozen=True)
 class Unit:
-    """Kernels that are loaded or compiled together: usually one kernel in its variants for one and for several threads. name: names
-    the unit in messages and the lock file. kernels: pairs of a kernel and the signature to compile it for. seconds: about how long
-    they take to compile."""
+    """Kernels that are loaded or compiled together: usually one kernel in its variants for one and for several threads. name: the
+    unit's name in messages and in the name of its lock file. kernels: pairs of a kernel and the signature to compile it for.
+    seconds: roughly the time that compiling the unit takes."""
 
     name: str
     kernels: tuple[tuple[Any, Any], ...]
     seconds: float
 
     def load(self) -> bool:
-        """Loads the unit's kernels from the cache folder. Returns whether all of them were found there."""
+        """Loads the unit's kernels from the cache folder. Returns whether all of them were found there; compiles nothing."""
         with _preparing:
             return all(_load(kernel, signature) for kernel, signature in self.kernels)
 
@@ -125,8 +126,8 @@ def _load(kernel: Any, signature: Any) -> bool:
 
 
 def prepare_calls(units: Sequence[Unit]) -> None:
-    """Compiles the small functions through which recorded steps call the kernels of these units without Python
-    (programs/native.py). It takes 60 ms for all kernels, and the result is not saved."""
+    """Compiles, for each kernel of these units, the small function through which recorded steps call it without Python
+    (programs/native.py). These functions are not saved in the cache folder; compiling them takes 60 ms for all kernels."""
     native.prepare([signature.args for unit in units for _, signature in unit.kernels])
 
 
@@ -140,8 +141,8 @@ def compile_all(sets: Sequence[KernelSet], parallel: bool) -> None:
 
 
 def units(kernel_set: KernelSet, parallel: bool) -> list[Unit]:
-    """Returns the units of a set of kernels. parallel: whether the units contain the kernels' variants for several threads. A unit
-    that belongs to two sets is equal in both."""
+    """Returns the units of a set of kernels. parallel: whether the units contain the kernels' variants for several threads. If a
+    unit belongs to two sets, the objects for both sets are equal."""
     found = []
     for serial, shared, signature in _wanted(*kernel_set):
         kernels = ((serial, signature), (shared, signature)) if parallel and shared is not None else ((serial, signature),)

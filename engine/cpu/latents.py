@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA) on the `cpu` device, with torch's matrix multiplications in float32.
 
-In the absorbed form the key matrix of each head is applied to the head's query, which then attends to the stored latents, and the
-head's value matrix is applied to the weighted sum. In the expanded form the keys and values of a head are computed from all latents
-of the row, which takes fewer operations if many queries read them: from 171 on at DeepSeek's sizes
-(benchmarks/latent_attention.py).
+There are two forms of the computation. In the absorbed form the key matrix of each head is applied to the head's query, which then
+attends to the stored latents, and the head's value matrix is applied to the weighted sum. In the expanded form the keys and values
+of a head are computed from all latents of the row. The expanded form takes fewer operations if many queries read the same latents:
+171 or more at DeepSeek's sizes (benchmarks/latent_attention.py).
 
 Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V dimensions of values,
 L size of a latent, C positions of a row."""
@@ -37,11 +37,12 @@ def attend_short(
     scales: Tensor | None,
 ) -> None:
     """Computes latent attention in the absorbed form, token by token: query tokens[n] of queries [T, H (K + R)] attends to the
-    first contexts[n] positions of row rows[n]. Writes the results to out [T, H V], except for queries whose context is 0 or less.
+    first contexts[n] positions of row rows[n]. Writes the results to out [T, H V]; queries whose context is 0 or less are skipped.
     heads: the layer's matrices and sizes.
     kv, layer, scales: the group's KV memory, the layer's index in it, and the scales of fp8 KV (None: the KV is not fp8).
-    block_table: the block numbers of each row.
-    block_table, tokens, rows, contexts: numpy arrays, int32."""
+    block_table [R, B] int32: the block numbers of each row.
+    tokens, rows, contexts [N] int32: numpy arrays.
+    scale: factor of the scores."""
     some = np.flatnonzero(contexts > 0)
     to = out.view(len(out), heads.num_heads, -1)
     for first in range(0, len(some), ABSORBED_TOKENS):
@@ -88,9 +89,9 @@ def attend_long(
 
 
 def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, out: Tensor, absorbed: bool) -> None:
-    """Computes causal latent attention of the last n positions of a row, with queries [n, H (K + R)], to the row's latents `held`
-    [C, L + R] float32, one head at a time. Writes the results to out [n, H V]. absorbed: whether to compute in the absorbed form,
-    else in the expanded one."""
+    """Computes causal latent attention for the last n positions of a row, one head at a time, and writes the results to out [n, H
+    V]. queries [n, H (K + R)]: the queries at these positions. held [C, L + R] float32: the latents of all the row's positions.
+    absorbed: whether to compute in the absorbed form, else in the expanded one."""
     query, to = queries.view(len(queries), heads.num_heads, -1), out.view(len(out), heads.num_heads, -1)
     rank, plain_dim = heads.rank, heads.plain_dim
     for part, up in _parts(heads):
@@ -109,16 +110,16 @@ def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, 
 
 
 def absorbs(heads: LatentHeads, num_queries: int) -> bool:
-    """Returns whether the attention of num_queries queries of a row takes fewer operations in the absorbed form than in the
-    expanded one. In the absorbed form each query reads L + R and L numbers of a position instead of K + R and V, but keys and
-    values need not be computed from the latents first."""
+    """Returns whether the attention of num_queries queries to the same row takes fewer operations in the absorbed form than in the
+    expanded one. In the absorbed form a query reads 2 L + R numbers of each position, in the expanded form only K + R + V, but keys
+    and values must first be computed from the latents."""
     made = heads.plain_dim + heads.value_dim
     return num_queries * (2 * heads.rank - made) < heads.rank * made
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-    """Computes causal attention of one head: query [n, K + R] of the last n of C positions, key [C, K + R], value [C, V]. Writes
-    the results to out [n, V]."""
+    """Computes causal attention of one head, for the queries [n, K + R] of the last n of C positions, with key [C, K + R] and value
+    [C, V]. Writes the results to out [n, V]."""
     before = len(key) - len(query)
     for first in range(0, len(query), PREFILL_TILE_TOKENS):
         tile = query[first : first + PREFILL_TILE_TOKENS]

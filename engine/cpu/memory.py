@@ -1,8 +1,8 @@
-"""The `cpu` device's chunks: one memfd, mapped as a whole for the arena and chunk by chunk into weight ranges.
+"""The `cpu` device's chunks. They lie in one memfd, which is mapped as a whole as the arena, and chunk by chunk into the weight
+ranges of models.
 
-Kernels are as fast on one memfd mapped twice as on private memory (docs/performance.md). A chunk that is unmapped from a range
-keeps its pages, so the next model need not create them.
-"""
+Kernels are as fast on a memfd that is mapped twice as on private memory (docs/performance.md). A chunk that is unmapped from a
+weight range keeps its memory pages, so that they need not be created again for the next model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from scheduler.batch.plan import IntArray
 
 
 class CpuMemory:
-    """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Physical memory is used only for pages that were
-    touched. handles: descriptors from `export` of another CpuMemory, whose chunks are to be used; the caller still closes them. ():
-    new memory is made. Raises MemoryError if the system refuses memory, and ValueError if chunk_bytes is no multiple of the page
-    size or the handles are of memory of another size."""
+    """Implements engine.memory.chunk_memory.ChunkMemory for the `cpu` device, on Linux. Only pages that were touched take physical
+    memory. handles: descriptors that `export` of another CpuMemory has returned, to use the same chunks as that object; the caller
+    closes them afterwards. (): new memory is made. Raises MemoryError if the system refuses memory, and ValueError if chunk_bytes
+    is not a multiple of the page size, or if the handles belong to memory of another size."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, handles: Sequence[int] = ()) -> None:
         if chunk_bytes % mmap.PAGESIZE:
@@ -99,8 +99,8 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        """Makes the system provide a chunk's memory, and returns how many bytes of the chunk are in huge pages. A chunk keeps its
-        pages until it is discarded, so only missing pages are added."""
+        """Makes the system provide the physical memory of a chunk, except for pages that the chunk has already. Returns how many
+        bytes of the chunk are in huge pages. A chunk keeps its pages until `discard`."""
         if self._is_huge[chunk]:
             return self.chunk_bytes
         address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0

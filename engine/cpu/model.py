@@ -50,8 +50,8 @@ from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 
 class CpuModel:
-    """A model of the `cpu` device that generates tokens or embeds texts with a decoder; an engine.contracts.steps.HostedModel,
-    SplitModel and StreamedModel. Not safe for two threads at a time."""
+    """A decoder on the `cpu` device, which generates tokens or embeds texts. Implements engine.contracts.steps.HostedModel,
+    SplitModel and StreamedModel. Only one thread may use an object at a time."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class CpuModel:
         stages: Stages | None = None,
     ) -> None:
         """memory: the device's chunks, whose arena holds the KV.
-        scratch: memory for the results within recorded steps.
+        scratch: memory for the intermediate results of recorded steps.
         num_threads: threads that share the operations of a step.
-        need_kernels: has sets of kernels compiled, unless they are compiled already.
-        ranks, stages: for a share of a split model (shape.split), the connections to the other ranks of its stage, and to the other
+        need_kernels: starts the compilation of the sets of kernels with which it is called, unless they are compiled already.
+        ranks, stages: in a share of a split model (shape.split), the connections to the other ranks of its stage and to the other
         pipeline stages; None: there are none.
-        kv_memory: uint8, the model's own KV memory, in which block numbers count from 0; None: the arena."""
+        kv_memory: uint8, the model's own KV memory, in which block numbers count from 0; None: the KV is in the arena."""
         self._ops = ops
         self.name = spec.model
         self.vocab_size, self.embeds = shape.vocab_size, bool(shape.pooling)
@@ -117,17 +117,17 @@ class CpuModel:
         self._steps = self._recorded_steps()
 
     def _needed_kernels(self) -> list[KernelSet]:
-        """Starts compiling the kernels that the model's steps call, without waiting, and returns the sets of kernels among them
-        that are not in use yet."""
+        """Starts compiling the sets of kernels that the model's steps call, without waiting, and returns those of them that are not
+        in use yet."""
         further = (self._ranks is not None, self._adapters is not None)
         needed = needed_kernels(self.shape, self._dtype, FORMATS[self._quantize], *further)
         self._need_kernels(needed)
         return self._ops.awaited(needed)
 
     def _recorded_steps(self) -> RecordedSteps:
-        """Returns a new, empty store of recorded steps. It records nothing while kernels that steps need are not in use yet,
-        because a recording would go on calling what replaces them. If only kernels of sampling are missing, steps are recorded up
-        to the logits."""
+        """Returns a new, empty store of recorded steps. While kernels that steps need are not in use, the store records nothing:
+        its steps would go on calling the slower code that replaces these kernels. If only kernels for sampling are missing, it
+        records steps, but not the sampling from their logits."""
         self._num_late = self._ops.num_late
         max_rows = self._max_rows if all(one.name == SAMPLING for one in self._awaited) else 0
         max_decodes = min(max_rows, self._logits_rows)
@@ -158,8 +158,9 @@ class CpuModel:
 
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """Runs a step while the model's weights arrive, each layer once `gate` says that its weights have arrived, and returns the
-        result. A plan of more than max_tokens tokens is computed in slices of the tokens, layer by layer."""
+        """Runs a step while the model's weights are still being loaded: computes each layer once `gate` reports that its weights
+        have arrived. Returns the step's result. A step of more than max_tokens tokens is cut into slices of its tokens, and each
+        layer computes all slices before the next layer begins."""
         with gate.step():  # entered first, because a failed load withdraws the gate before it releases the model
             model = self._loaded()
             layers = model.layers
@@ -184,9 +185,9 @@ class CpuModel:
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step and returns its result: stores the new tokens' KV, and samples one id, or computes one vector, for each
-        sampling row. masks: the tokens that constrained rows may sample; None: all may sample any. In a split model all ranks run
-        the step, the others by `follow`; the result's seconds do not include waits for other stages. Raises GroupBroken if the
-        group has lost a device."""
+        sampling row. masks: the tokens that constrained rows may sample; None: all rows may sample any token. In a split model only
+        rank 0 calls this; the other ranks call `follow` for the same step. The result's seconds do not include waits for other
+        pipeline stages. Raises GroupBroken if the group has lost a device."""
         stages, ranks = self._stages, self._ranks
         waited_s = 0.0 if stages is None else stages.waited_s
         if ranks is not None:
@@ -214,8 +215,8 @@ class CpuModel:
 
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Computes this rank's part of a step that rank 0 executes, up to the logits. `table` is read at the beginning only. Raises
-        GroupBroken if the group has lost a device."""
+        """Computes this rank's part of a step of a split model, up to the logits, while rank 0 computes its own part by `execute`.
+        `table` is read only at the beginning. Raises GroupBroken if the group has lost a device."""
         if self._ranks is not None:
             self._ranks.begins.note()
         if not self._loaded().makes_logits:
@@ -232,14 +233,16 @@ class CpuModel:
         self._check_ranks()
 
     def has_ended(self) -> bool:
-        """Returns True, because a step has ended when `follow` returns."""
+        """Returns whether the step that `follow` was called for has ended: always True, because `follow` returns only after the
+        step."""
         return True
 
     def _with_proposals(
         self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
     ) -> StepResult:
-        """Returns a step's result. If the plan asks for drafts, the model's predictor first reads the step's hidden states, and its
-        drafts are added to the result. max_tokens: the most tokens of a slice; None: the step is not computed in slices."""
+        """Returns `result`, with drafts of the model's predictor if the plan asks for them. The predictor reads the hidden states
+        that the step has kept for it. max_tokens: the most tokens of a slice in which the predictor reads the step; None: it reads
+        the step as a whole."""
         if self._predicting is not None and self._sees(plan):
             assert self._kept is not None
             with torch.inference_mode():
@@ -270,9 +273,10 @@ class CpuModel:
         return sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, self._logits_rows, begin)
 
     def _logits_in_parts(self, plan: BatchPlan, num_sampling: int, owed: OwedPrompts | None) -> Callable[[Tensor], Tensor]:
-        """Returns a function that computes logits from hidden states. It must be called for each part (at most _logits_rows rows)
-        of the step's rows in order: first the sampling rows, then the prompt tokens whose log-probabilities were asked for
-        (`owed`). In a split model all ranks exchange those rows of a part that are not padding."""
+        """Returns a function that computes the logits of hidden states, for one part of a step's rows at a time: at most
+        _logits_rows rows. It must be called for all parts in order: first those of the sampling rows, then those of the prompt
+        tokens whose log-probabilities were asked for (`owed`; None: there are none). In a split model the ranks exchange only rows
+        that are not padding."""
         model, ranks = self._loaded(), self._ranks
         if ranks is None:
             return model.logits
@@ -288,16 +292,16 @@ class CpuModel:
         return logits
 
     def _parts(self, num_sampling: int, owed: OwedPrompts | None) -> list[tuple[int, int]]:
-        """Returns the parts in which the logits of a step's rows are computed, in order: the first row and the number of rows of
-        each. num_sampling: number of sampling rows. owed: prompt tokens whose log-probabilities were asked for, which are the rows
-        after these; None: there are none."""
+        """Returns the parts in which the logits of a step's rows are computed, in order, each as (first row, number of rows).
+        num_sampling: number of sampling rows. owed: the prompt tokens whose log-probabilities were asked for; their rows follow the
+        sampling rows. None: there are none."""
         kinds = ((0, num_sampling), (num_sampling, 0 if owed is None else len(owed.tokens)))
         step = self._logits_rows
         return [(begin + first, min(step, num - first)) for begin, num in kinds for first in range(0, num, step)]
 
     def _count(self, plan: BatchPlan, num_rows: int) -> None:
-        """Sets, in the connections to other ranks and stages, how many of a step's tokens and rows are not padding. num_rows:
-        number of rows of logits that are computed next."""
+        """Tells the connections to other ranks and stages how many tokens of a step, and how many rows of logits, are not padding.
+        num_rows: number of rows of logits that are computed next."""
         if not self._is_share:
             return
         num_tokens = int(plan.num_new.sum())
@@ -327,8 +331,8 @@ class CpuModel:
         return self._model
 
     def _decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """Runs the plan as a recorded decode step and returns the program with its results. Returns None, with nothing run, if the
-        plan is not a decode step that can be recorded; `_forward` must then compute it."""
+        """Runs the plan as a recorded decode step, and returns the program that holds its results. Returns None, with nothing run,
+        if the plan cannot be run as a recorded decode step; the caller then uses `_forward`."""
         self._prepare()
         self._count(plan, len(plan.slots))
         return self._steps.decode(plan, table)
@@ -348,9 +352,9 @@ class CpuModel:
     def _forward(
         self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None, recorded: bool = True
     ) -> tuple[Tensor, int]:
-        """Runs a step up to its hidden states. Returns a tensor and a number n: the tensor's first n rows are the hidden states of
-        the sampling rows' last tokens, or of all tokens if every_token. After them come the hidden states of the tokens `also`
-        (indices into T), then padding. recorded: whether recorded steps may be run."""
+        """Runs a step up to its hidden states, and returns (states, n). The first n rows of states are those of the sampling rows'
+        last tokens, or of all tokens if every_token. Then come the states of the tokens with the indices `also` (into T; None:
+        there are none), then padding. recorded: whether recorded steps may be run."""
         model, num_tokens = self._prepare(), int(plan.num_new.sum())
         self._count(plan, 0)  # no logits are computed here
         wanted: Tensor | None = None
@@ -373,8 +377,8 @@ class CpuModel:
         return model.forward(batch, wanted), num_wanted
 
     def _sees(self, plan: BatchPlan) -> bool:
-        """Returns whether the model's predictor must read the states of the plan's step: the model has a predictor, and the plan
-        asks for drafts."""
+        """Returns whether the model's predictor must read the hidden states of the plan's step: the model has a predictor, and the
+        plan asks for drafts."""
         return self._predicting is not None and plan.to_propose is not None
 
     def _batch(self, plan: BatchPlan, table: SequenceTable) -> HostBatch:
@@ -382,13 +386,13 @@ class CpuModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """The number of sizes of steps with prompt chunks that are not recorded yet; 0 after `release`."""
+        """The number of steps with prompt chunks, one for each number of tokens, that can be recorded ahead and are not yet; 0
+        after `release`."""
         return 0 if self._released else len(self._steps.missing)
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Records a step of one of the sizes that are not recorded yet (num_uncaptured). It takes the interpreter some 10 ms and
-        computes nothing."""
+        """Records one of the steps that num_uncaptured counts. This takes the interpreter some 10 ms and computes nothing."""
         self._prepare()
         self._steps.record_next()
 
@@ -400,7 +404,7 @@ class CpuModel:
         self._weights.unmap()
 
     def restore(self, spec: LoadModel) -> None:
-        """Makes a released model usable again, when its weights have been, or are being, loaded to the same address range; recorded
-        steps stay valid."""
+        """Makes a released model usable again, for weights that have been loaded, or are being loaded, to the same address range.
+        Recorded steps stay valid."""
         self._eos_token_ids = spec.eos_token_ids
         self._released = False

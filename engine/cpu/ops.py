@@ -1,5 +1,5 @@
-"""The operations of the `cpu` device. Numba's kernels compute float32 and bfloat16 where Numba is installed; the reference
-implementation (engine/ops/reference.py) computes everything else.
+"""The operations of the `cpu` device. They call Numba's kernels for float32 and bfloat16 if Numba is installed and the kernels are
+compiled, and else the reference implementation (engine/ops/reference.py).
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that rotary embedding rotates, V
 vocabulary."""
@@ -64,8 +64,8 @@ BLOCK_TOKENS_STEP = 4  # paged_attention needs blocks of a multiple of this many
 
 
 class _ThreadCount(threading.local):
-    """The number of threads that the calling thread set in its last call of CpuOps.set_num_threads. of: the CpuOps object of that
-    call; None: there was none yet. num_threads: number of threads that share an operation."""
+    """The arguments of the calling thread's last call of CpuOps.set_num_threads. of: the CpuOps object of that call; None: the
+    thread has not called it. num_threads: number of threads that share an operation."""
 
     of: CpuOps | None = None
     num_threads = 0
@@ -75,22 +75,22 @@ _thread_count = _ThreadCount()
 
 
 def _heat(positions: Any, temperature: TemperatureShape, turns: Tensor) -> None:
-    """Multiplies turns [T, 2 P], the cosines and sines of a rotary embedding, in place by the factors that scale queries at
-    positions [T] (attention temperature, reference.temperature_of)."""
+    """Multiplies turns [T, 2 P], the cosines and sines of a rotary embedding, in place by the attention temperature: a factor of
+    the queries that depends on their positions [T] (reference.temperature_of)."""
     turns.mul_(reference.temperature_of(torch.from_numpy(positions), temperature).unsqueeze(1))
 
 
 class CpuOps:
-    """The engine.ops.ops.Ops of the `cpu` device, for steps whose inputs are an engine.cpu.batch.HostBatch.
+    """Implements engine.ops.ops.Ops for the `cpu` device, for steps whose inputs are an engine.cpu.batch.HostBatch.
 
-    cache_dir: where compiled kernels are kept.
+    cache_dir: folder below which compiled kernels are kept; "": the user's cache.
     use_kernels: whether kernels may be used; False: the reference implementation computes everything.
-    deferred: whether a set of kernels is called only after `use` was called for it; False: all may be called.
+    deferred: whether a set of kernels is called only after `use` was called for it; False: all sets may be called at once.
     asks: called with a set of kernels when a step needs the set for the first time and it is not in use.
     beside_compilers: returns whether steps should leave cores to compilers.
     kernels: the module engine.cpu.kernels.entry; None without Numba.
     asked: the sets of kernels that steps needed while they were not in use.
-    num_late: how many of these have come into use since."""
+    num_late: how many of the sets in `asked` have come into use since."""
 
     def __init__(
         self,
@@ -122,21 +122,21 @@ class CpuOps:
                 self.num_late += kernel_set in self.asked
 
     def give_up(self, kernel_set: KernelSet) -> None:
-        """Notes that the kernels of a set cannot be compiled, so that models no longer wait for them."""
+        """Records that the kernels of a set cannot be compiled, so that models no longer wait for them."""
         self._given_up |= {kernel_set}
 
     def awaited(self, sets: Iterable[KernelSet]) -> list[KernelSet]:
-        """Returns those of the given sets of kernels that are not in use yet and for which waiting makes sense, because they were
-        not given up. Returns [] without Numba."""
+        """Returns those of the given sets of kernels that may still come into use: they are not in use yet and were not given up.
+        Returns [] without Numba."""
         if self.kernels is None or self._in_use is None:
             return []
         return [one for one in sets if one not in self._in_use and one not in self._given_up]
 
     def prepare(self, dtype: str, num_threads: int, *further: str) -> None:
-        """Compiles kernels in this process and brings them into use, so that no step compiles: those of decoders, and the sets
-        named in `further`, for dtype (float32 or bfloat16). It takes half a minute, once per machine. Engines use other processes
-        for this (engine/cpu/kernel_builds.py). num_threads: if more than 1, the kernels' variants for several threads are compiled,
-        too."""
+        """Compiles kernels in this process and brings them into use, so that no step has to compile. Engines do not call this; they
+        compile in other processes (engine/cpu/kernel_builds.py). The kernels are those of decoders and the sets named in `further`,
+        for dtype (float32 or bfloat16), and those for sampling from float32 logits. It takes half a minute, once per machine.
+        num_threads: if more than 1, the kernels' variants for several threads are compiled, too."""
         if self.kernels is not None:
             from engine.cpu import kernel_units
 
@@ -160,30 +160,32 @@ class CpuOps:
                 self.kernels.set_num_threads(num_threads)
 
     def input_kernels(self) -> Any:
-        """Returns the module whose functions compute a recorded step's inputs from the sequence table: the compiled kernels if they
-        are in use, else engine/ops/reference_inputs.py."""
+        """Returns the module whose functions compute a recorded step's inputs from the sequence table: engine.cpu.kernels.entry if
+        its kernels are in use, else engine.ops.reference_inputs."""
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def pack_rows(self, *arrays: Any) -> int:
-        """Packs rows of weights (bfloat16 without loss) by the compiled kernel if it is in use, else by
-        loader.formats.packed_rows.pack_rows, which also describes the arguments and the result."""
+        """Packs rows of weights (bfloat16 without loss), by the compiled kernel if it is in use, else by
+        loader.formats.packed_rows.pack_rows. Arguments and result are described at the latter function."""
         packing: Callable[..., int] = self.kernels.pack_rows if self._is_in_use("packed") else packed_rows.pack_rows
         return packing(*arrays)
 
     def gather_kernels(self, x: Tensor) -> Any:
-        """Returns the module whose kernel gather_ranks joins the columns that the ranks of a split model have computed of a tensor
-        of x's dtype; None if that kernel is not in use, or if there is none for this dtype."""
+        """Returns the module of kernels if its gather_ranks can join tensors of x's dtype; None if that kernel is not in use or
+        does not exist for this dtype. gather_ranks joins the columns that the ranks of a split model have computed."""
         return self.kernels if self._served(x, RANKS) else None
 
     def sum_kernels(self, x: Tensor) -> Any:
-        """Returns the module whose kernel sum_ranks adds up the ranks' partial sums of a tensor of x's dtype; None if that kernel
-        is not in use, or if there is none for this dtype. The set of kernels of either dtype contains one for float32."""
+        """Returns the module of kernels if its sum_ranks can add up tensors of x's dtype; None if that kernel is not in use or does
+        not exist for this dtype. sum_ranks adds up the partial sums of the ranks of a split model. Models of either dtype have it
+        for float32, too."""
         is_served = self._is_in_use(RANKS) if x.dtype is torch.float32 else self._served(x, RANKS)
         return self.kernels if is_served else None
 
     def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
-        """Writes the cosines, then the sines, by which a rotary embedding rotates each pair of dimensions at positions [T] (int32
-        array) to turns [T, 2 P] float32. They are multiplied by the embedding's scale and attention temperature."""
+        """Writes to turns [T, 2 P] float32 the cosines, then the sines, by which a rotary embedding rotates each pair of dimensions
+        at positions [T] (an int32 array). They are multiplied by the embedding's scale and by its attention temperature, if it has
+        one."""
         call(self.input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
         if rotary.temperature is not None:
             call(_heat, positions, rotary.temperature, turns.view(turns.shape))
@@ -202,8 +204,8 @@ class CpuOps:
         return any(one.name == name for one in self._in_use)
 
     def _served(self, x: Tensor, *names: str) -> bool:
-        """Returns whether the kernels of all these sets may be called for tensors of x's dtype. If a set is not in use, its
-        compilation is asked for, once for each set."""
+        """Returns whether all sets of kernels with these names may be called for tensors of x's dtype. Asks for the compilation of
+        each set that is not in use, once for each set."""
         if self.kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
             return False
         if self._in_use is None:
@@ -295,8 +297,8 @@ class CpuOps:
         return out
 
     def _int8_linear(self, x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
-        """Returns x times the transposed int8 matrix, plus bias. Without a kernel, the weights of only a few outputs at a time are
-        converted to x's dtype, to save memory."""
+        """Returns x times the transposed int8 matrix, plus bias. If no kernel computes it, the weights of a few outputs at a time
+        are converted to x's dtype, to save memory."""
         if (
             self._served(x, "int8")
             and (product := products.int8_linear(self.kernels, x, weight.values, weight.scales, bias)) is not None
@@ -319,11 +321,11 @@ class CpuOps:
         bias: Tensor | None,
     ) -> Tensor:
         """Returns x times the transposed quantised or packed matrix, plus bias. For many rows, and without kernels, the weights of
-        only a few outputs at a time are converted to x's dtype, to save memory.
+        a few outputs at a time are converted to x's dtype, to save memory.
         quantize: the name of the set of kernels that `product` calls.
-        product: computes the result with kernels; it returns None if it cannot.
-        fallback: the reference implementation, called with x and `matrix`.
-        matrix: the parts of `weight`, or `weight` itself."""
+        product: computes the result with kernels; returns None if no kernel can compute it.
+        fallback: the reference implementation, called with x and then the elements of `matrix`.
+        matrix: the fields of `weight`, or `weight` itself, as `fallback` takes them."""
         if self._served(x, PLAIN, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
             return made
         if not is_recording():
@@ -402,8 +404,8 @@ class CpuOps:
         return self._layer_norm(x, array(residual), weight, bias, eps, scale)
 
     def _layer_norm(self, x: Tensor, residual: Any, weight: Tensor, bias: Tensor | None, eps: float, scale: float) -> Tensor:
-        """Returns the LayerNorm of x [T, W], computed by the kernel. If residual has rows, scale * x is added to it first, in
-        place, and the LayerNorm of the sum is returned. residual: an array [T, W]; without rows if nothing is added."""
+        """Returns the LayerNorm of x [T, W], computed by the kernel. residual: an array [T, W], to which scale * x is first added
+        in place; the result is then the LayerNorm of that sum. An array without rows: nothing is added."""
         out, factors = empty(x, *x.shape), array(weight)
         added = factors[:0] if bias is None else array(bias)
         call(self.kernels.layer_norm, array(x), residual, scale, factors, added, eps, array(out))
@@ -655,7 +657,7 @@ class CpuOps:
 
 
 def _sets_of_experts(experts: ExpertMatrices) -> Iterator[str]:
-    """Yields the names of the sets of kernels that a layer's experts need; a name may come twice."""
+    """Yields the names of the sets of kernels that a layer's experts need. A name may be yielded twice."""
     yield PLAIN
     yield EXPERTS
     if experts.gelu:

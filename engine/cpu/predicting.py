@@ -23,8 +23,8 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 class CpuPredicting:
-    """Runs a model's predictor after the model's steps: it reads a step's hidden states and drafts tokens. batch: builds the inputs
-    of a plan. logits_rows: number of rows whose logits are computed at a time."""
+    """Drafts tokens with a model's predictor, which reads the hidden states of each step after the step. batch: returns the inputs
+    of a plan's step. logits_rows: number of rows whose logits are computed at a time."""
 
     def __init__(
         self,
@@ -38,14 +38,15 @@ class CpuPredicting:
     def after(
         self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: IntArray, max_tokens: int | None = None
     ) -> Proposed:
-        """Lets the predictor read a step, and returns its drafts: for each sequence that sampled, as many tokens as plan.to_propose
-        says. Stores the predictor's keys and values of all tokens of the step, and of all drafted tokens but the last.
-        kept [>= T, W] each: the states that the step kept for the predictor.
+        """Runs the predictor on the hidden states of a step, and returns its drafts: for each sequence that sampled, as many tokens
+        as plan.to_propose says. Stores the predictor's keys and values of all tokens of the step, and of all drafted tokens but the
+        last.
+        kept [>= T, W] each: the hidden states that the step kept for the predictor.
         ids [N]: the tokens that the step sampled.
-        max_tokens: the most tokens of a slice; None: the step is not computed in slices.
+        max_tokens: the most tokens that the predictor reads at once; a longer step is cut into slices. None: there is no limit.
 
-        Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
-        tokens wherever the predictor's distribution is close to its own."""
+        Drafts are sampled with the same random noise that the model will use at their positions, so that the model will sample the
+        same tokens wherever the predictor's distribution is close to its own."""
         assert plan.to_propose is not None
         began_s = time.perf_counter()
         last = np.cumsum(plan.num_new, dtype=np.int64) - 1  # each row's last token in the step
@@ -80,8 +81,8 @@ class CpuPredicting:
         return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
 
     def _sampled(self, states: Tensor, going: LongArray, rows: SamplingRows) -> IntArray:
-        """Returns tokens [n] sampled from the predictor's hidden states at the indices going [n] of states [Q, W] (Q sequences).
-        rows: the sampling settings of each of the n sequences."""
+        """Returns tokens [n], sampled from n of the predictor's hidden states: those with the indices going [n] in states [Q, W],
+        where Q is the number of sequences. rows: the sampling settings of each of the n sequences."""
         ids = np.empty(len(going), np.int32)
         for first in range(0, len(going), self._logits_rows):
             part = going[first : first + self._logits_rows]
@@ -91,14 +92,15 @@ class CpuPredicting:
 
 
 def _one_token(plan: BatchPlan, slots: IntArray, computed: IntArray) -> BatchPlan:
-    """Returns a plan with a row for each of these slots: row i computes the token at position computed[i] of slot slots[i] and
-    samples the next one. plan: gives the model and the step's id."""
+    """Returns a plan of a decode step with one row for each slot: row i computes the token at position computed[i] of slot slots[i]
+    and samples the next one. plan: the plan from which the model and the step's id are taken."""
     ones = np.ones(len(slots), np.int32)
     return BatchPlan(plan.step_id, plan.model, slots, computed.astype(np.int32), ones, ones.astype(np.bool_), True)
 
 
 def _padded(states: Tensor, going: LongArray, num_rows: int) -> Tensor:
-    """Returns [num_rows, W]: the rows of states [Q, W] (Q sequences) with the indices `going`, then rows of zeros."""
+    """Returns the rows of states [Q, W] with the indices `going`, followed by rows of zeros, as [num_rows, W]. Q: number of
+    sequences."""
     out = states.new_zeros(num_rows, states.shape[1])
     out[: len(going)] = states[torch.from_numpy(going)]
     return out

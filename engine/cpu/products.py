@@ -25,13 +25,13 @@ _NO_ZEROS = np.empty(0, np.int8)  # its type tells kernels that there are no zer
 
 
 def array(x: Tensor) -> Any:
-    """Returns a tensor's memory as a numpy array; bfloat16 appears as its bits, in uint16."""
+    """Returns a numpy view of a tensor's memory. For bfloat16, which numpy does not have, the elements are the bits as uint16."""
     return x.view(torch.uint16 if x.dtype is torch.bfloat16 else x.dtype).numpy()
 
 
 def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N] (None: no bias). Returns None if the caller is to use torch's
-    linear, because that is faster or because x or the weight is not contiguous."""
+    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N] (None: no bias). Returns None if the caller must use torch's
+    linear instead: it is faster for this shape, or x or the weight is not contiguous."""
     is_served = x.is_contiguous() and weight.is_contiguous()
     kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if is_served else None
     if kernel is None:
@@ -71,7 +71,7 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
 
 def packed_linear(kernels: Any, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor | None:
     """Returns x [R, K] @ the transpose of a packed matrix [N, K], plus bias [N] (None: no bias). Returns None if x is not
-    contiguous. If x has many rows, the weights of a few outputs at a time are unpacked first."""
+    contiguous. If x has many rows, the weights are unpacked before the multiplication, those of a few outputs at a time."""
     if not x.is_contiguous():
         return None
     out = empty(x, len(x), len(weight))
@@ -93,7 +93,7 @@ def packed_in_parts(kernels: Any, x: Tensor, weight: PackedMatrix, bias: Tensor 
 
 def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor | None:
     """Returns x [R, K] @ the transpose of an FP8 matrix [N, K], plus bias [N] (None: no bias). Returns None if x is not contiguous.
-    If x has many rows, the weights of a few outputs at a time are widened first."""
+    If x has many rows, the weights are widened before the multiplication, those of a few outputs at a time."""
     if not x.is_contiguous():
         return None
     kernel = kernels.fp8_linear_kernel(len(x), len(weight.values), _element(x))
@@ -117,7 +117,7 @@ def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs
 
 def four_bits_linear(kernels: Any, x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None) -> Tensor | None:
     """Returns x [R, K] @ the transpose of a four-bit matrix [N, K], plus bias [N] (None: no bias). Returns None if x is not
-    contiguous. If x has many rows, the weights of a few outputs at a time are widened first."""
+    contiguous. If x has many rows, the weights are widened before the multiplication, those of a few outputs at a time."""
     if not x.is_contiguous():
         return None
     out = empty(x, len(x), len(weight))
@@ -131,9 +131,10 @@ def four_bits_linear(kernels: Any, x: Tensor, weight: Int4Matrix | Nvfp4Matrix, 
 
 
 def four_bits(weight: Mxfp4Matrix | Int4Matrix | Nvfp4Matrix) -> tuple[Any, Any, Any, int, bool]:
-    """Returns a four-bit matrix in the form that the kernels take: all scales, all bytes, and all zero points (or NVFP4's factors
-    of outputs) as flat arrays; then the group size (how many inputs share a scale), and whether scales of 16 bits are float16. The
-    kernels tell the format by the arrays' types (four_bits_tiles.py)."""
+    """Returns a four-bit matrix in the form that the kernels take: (scales, bytes, zero points, group size, whether scales of 16
+    bits are float16). The first three are flat arrays; for NVFP4 the third holds the outputs' factors instead, and it is empty if
+    there are no zero points. Group size: how many inputs share a scale. The kernels recognise the format by the arrays' element
+    types (four_bits_tiles.py)."""
     if isinstance(weight, Mxfp4Matrix):
         return weight.scales.view(-1).numpy(), weight.blocks.view(-1).numpy(), _NO_ZEROS, GROUP, False
     if isinstance(weight, Nvfp4Matrix):
@@ -148,7 +149,8 @@ def four_bits_in_parts(
     kernels: Any, x: Tensor, scales: Any, blocks: Any, zeros: Any, group_inputs: int, halves: bool, bias: Tensor | None, out: Tensor
 ) -> None:
     """Writes x [R, K] @ the transpose of a four-bit matrix, plus bias [N], to out [R, N]. The weights of a few outputs at a time
-    are widened to x's dtype, and then multiplied like plain weights. scales to halves: the matrix, as `four_bits` returns it."""
+    are widened to x's dtype, and then multiplied like plain weights. scales, blocks, zeros, group_inputs, halves: the matrix, in
+    the form that `four_bits` returns."""
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     parts = [of_outputs.reshape(num_outputs, -1) for of_outputs in (scales, blocks, zeros)]
     for some, part in widened_parts(x, num_outputs, num_inputs):
@@ -157,8 +159,8 @@ def four_bits_in_parts(
 
 
 def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple[slice, Tensor]]:
-    """Divides the outputs of a matrix into slices. Returns the slices in order, each with memory of like's dtype for the slice's
-    widened weights [outputs of the slice, num_inputs]. All slices use the same memory, of at most WIDENED_BYTES unless a panel (the
+    """Cuts the outputs of a matrix into slices, and returns each slice, in order, with memory for its widened weights: a tensor
+    [outputs of the slice, num_inputs] of like's dtype. All slices use the same memory, of at most WIDENED_BYTES unless a panel (the
     outputs that a kernel takes together) needs more."""
     at_once = max(PANEL_ROWS, WIDENED_BYTES // (num_inputs * like.element_size()))
     at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once // PANEL_ROWS * PANEL_ROWS
@@ -186,9 +188,9 @@ def write_torch_product(rows: Tensor, weight: Tensor, bias: Tensor | None, to: T
 
 
 def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [R, K] @ weight [N, K] transposed, plus bias, to out [R, N] by the kernel that widens weights. The kernel is called
-    for MOST_ROWS rows at a time, so that data derived from these rows stays in the caches. scales [N]: a factor for each output of
-    int8 weights; empty for plain weights."""
+    """Writes x [R, K] @ weight [N, K] transposed, plus bias, to out [R, N], by the kernel that widens weights. Computes at most
+    MOST_ROWS rows at a time, so that the widened rows stay in the caches. scales [N]: a factor for each output of int8 weights;
+    empty for plain weights."""
     num_shares = kernels.num_shares()
     for first in range(0, len(x), kernels.MOST_ROWS):
         rows, to = x[first : first + kernels.MOST_ROWS], out[first : first + kernels.MOST_ROWS]
@@ -206,14 +208,13 @@ def _bias(x: Tensor, bias: Tensor | None) -> Any:
 
 
 def _columns(kernels: Any, x: Tensor, of_int8: bool) -> tuple[Any, int]:
-    """Returns scratch memory for a multiplication by the matrix unit (AMX), in int32 words: for x in tiles of 16 rows and for
-    packed weights. Also returns the number of parts into which the outputs are divided among threads. of_int8: whether the weights
-    are int8."""
+    """Returns scratch memory (int32) for a multiplication by the matrix unit (AMX), which holds x in tiles of 16 rows and packed
+    weights, and the number of parts into which the outputs are divided among threads. of_int8: whether the weights are int8."""
     num_shares = kernels.num_shares()
     num_words = kernels.amx_scratch_words(*x.shape, of_int8, num_shares)
     return empty(x, 1, 2 * num_words).view(torch.int32).view(-1).numpy(), num_shares
 
 
 def _digits(x: Tensor) -> Any:
-    """Returns scratch memory [2 R, K] int8 for the int8 kernel, which writes every element of x [R, K] to it as two int8 digits."""
+    """Returns scratch memory [2 R, K] int8, in which the int8 kernel stores every element of x [R, K] as two int8 digits."""
     return empty(x, len(x), x.shape[1]).view(torch.int8).view(2 * len(x), -1).numpy()

@@ -1,10 +1,9 @@
 """Generates the inner loops (tiles) of products with LoRA adapters' matrices, for adapters.py. An adapter of rank r adds (x @
 down.T) @ up to a product, with "down" [r, K inputs] and "up" [r, N outputs].
 
-They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers. Elements are float32, or bfloat16 as
-uint16 bits, and are widened as they are read; sums are float32. A tile has one token, whose adapter's matrices are read from memory
-for it alone, or ROWS tokens of one adapter.
-"""
+A tile multiplies either one token, whose adapter's matrices are read from memory for it alone, or ROWS tokens of one adapter.
+Elements are float32, or bfloat16 as uint16 bits, and are widened as they are read; sums are float32. The loops are generated as
+LLVM code because Numba's vectoriser does not keep a tile's sums in registers."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ _Two = tuple[Any, Any]  # two vectors of float32
 
 
 def down_step(item_bytes: int) -> int:
-    """Returns how many inputs of a row a tile of down_tile multiplies per iteration, with elements of item_bytes bytes: a cache
-    line, or two vectors of float32 where those are more."""
+    """Returns how many inputs of a row the function of down_tile multiplies per iteration: a cache line of elements, or two vectors
+    of float32 if that is more. item_bytes: size of an element."""
     return max(_LINE_BYTES // item_bytes, 2 * WIDTH)
 
 
 def _load_two(builder: ir.IRBuilder, element: types.Type, data: Any, at: Any) -> _Two:
-    """Emits the load of 2 * WIDTH elements of `data` from index `at` on and returns them as two vectors of float32. The first has
-    the elements at even indices and the second those at odd ones if the elements are bfloat16; float32 stay in order. The order
-    does not matter for sums of products, and _store_two restores it."""
+    """Emits the load of 2 * WIDTH elements of `data` from index `at` on, and returns them as two vectors of float32. Elements that
+    are float32 stay in order. Of bfloat16 elements, the first vector has those at even indices and the second those at odd indices;
+    sums of products do not depend on the order, and _store_two restores it."""
     if element == types.float32:
         first, second = (builder.gep(data, [builder.add(at, I64(half * WIDTH))]) for half in range(2))
         return tuple(builder.load(builder.bitcast(place, _FLOATS.as_pointer()), align=4) for place in (first, second))
@@ -52,8 +51,8 @@ def _load_two(builder: ir.IRBuilder, element: types.Type, data: Any, at: Any) ->
 
 
 def _store_two(builder: ir.IRBuilder, element: types.Type, values: _Two, data: Any, at: Any) -> None:
-    """Emits the store of two vectors of WIDTH float32 each, in the order that _load_two returns, as 2 * WIDTH elements of `data`
-    from index `at` on, rounded to the element type."""
+    """Emits the store of two vectors of WIDTH float32 each as 2 * WIDTH elements of `data` from index `at` on, rounded to the
+    element type. values: the vectors, in the order in which _load_two returns them."""
     if element == types.float32:
         for half, value in enumerate(values):
             place = builder.gep(data, [builder.add(at, I64(half * WIDTH))])
@@ -65,7 +64,7 @@ def _store_two(builder: ir.IRBuilder, element: types.Type, values: _Two, data: A
 
 
 def _zeros(builder: ir.IRBuilder, count: int) -> list[Any]:
-    """Returns `count` pointers to vectors of WIDTH float32 sums on the stack, and emits their setting to 0."""
+    """Emits `count` vectors of WIDTH float32 zeros on the stack, for sums, and returns pointers to them."""
     places = [cgutils.alloca_once(builder, _FLOATS) for _ in range(count)]
     for place in places:
         builder.store(vector(_FLOATS, 0.0), place)
@@ -84,13 +83,12 @@ def _line_elements(element: types.Type) -> int:
 
 
 def down_tile(num_rows: int, num_ranks: int) -> Any:
-    """Returns a function (x, x_at, memory, at, width, count, made, made_at, made_width) for kernels that computes the dot products
-    of num_rows rows of x, from index x_at on, with num_ranks rows of "down", from index `at` of memory on. Rows of both are `width`
-    elements apart.
+    """Returns a function (x, x_at, memory, at, width, count, made, made_at, made_width) for kernels. It computes the dot products
+    of num_rows rows of x, from index x_at on, with num_ranks rows of "down", from index `at` of memory on.
 
-    count: how many inputs of each row are multiplied, a multiple of down_step. The product of row i with rank j is written as
-    float32 to made[made_at + i * made_width + j]. Meanwhile a tile of one row prefetches the num_ranks rows of memory that
-    follow."""
+    width: elements from one row to the next, in x and in "down". count: how many inputs of each row are multiplied, a multiple of
+    down_step. The product of row i with rank j is written as float32 to made[made_at + i * made_width + j]. A tile of one row also
+    prefetches the num_ranks rows of memory that follow."""
 
     @intrinsic
     def tile(
@@ -147,12 +145,12 @@ def down_tile(num_rows: int, num_ranks: int) -> Any:
 
 
 def up_tile(num_rows: int, num_vectors: int) -> Any:
-    """Returns a function (made, made_at, made_width, rank, memory, at, width, out, out_at, out_width) for kernels that adds to
-    num_rows rows of out, in num_vectors * WIDTH columns from index out_at on, the matrix product of made [num_rows, rank] (float32,
-    from made_at on) with `rank` rows of "up", from index `at` of memory on. Rows of memory, made and out are width, made_width and
-    out_width elements apart.
+    """Returns a function (made, made_at, made_width, rank, memory, at, width, out, out_at, out_width) for kernels. It adds the
+    matrix product of made [num_rows, rank] float32, from index made_at on, with `rank` rows of "up", from index `at` of memory on,
+    to num_rows rows of out, in num_vectors * WIDTH columns from index out_at on.
 
-    Meanwhile a tile of one row prefetches the columns that follow."""
+    made_width, width, out_width: elements from one row to the next in made, memory and out. A tile of one row also prefetches the
+    columns of "up" that follow."""
 
     @intrinsic
     def tile(

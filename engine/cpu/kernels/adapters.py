@@ -1,14 +1,13 @@
-"""Adds the products with LoRA adapters to a layer's product, for the tokens of a step, each with an adapter of its own or none
-(Numba): out += (x @ down.T) @ up.
+"""Adds the contributions of LoRA adapters to a layer's product (Numba): out += (x @ down.T) @ up, where each token has an adapter
+of its own or none.
 
-Tokens of one adapter that follow one another are computed together, a tile of at most TILE_TOKENS, so that the adapter's matrices
-come from memory for the first token only, and from the caches for the others. First all tiles' inputs are multiplied with their
-adapters' "down", then the results with "up". Each of these two stages is cut into shares of equal cost, one for each thread; a
-tile's cost is that of reading its adapter's matrices and of multiplying them with its tokens.
+Adjacent tokens with the same adapter are computed together, in tiles of at most TILE_TOKENS, so that the adapter's matrices come
+from memory for the first token only, and from the caches for the others. There are two stages: first the inputs of all tiles are
+multiplied with their adapters' "down", then the results with "up". Each stage is cut into shares of equal cost, one for each
+thread. A tile's cost is that of reading its adapter's matrices and of multiplying them with its tokens.
 
 Shapes: T tokens, K inputs, N outputs in P parts (matrices that are joined to one, such as queries, keys and values), S adapters, r
-ranks. Reference implementation: reference.add_adapters.
-"""
+ranks. Reference implementation: reference.add_adapters."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ _up_one, _up_some = up_tile(1, ONE_VECTORS), up_tile(UP_ROWS, SOME_VECTORS)
 @njit(**_HELPER)
 def _tiles_of(numbers: Any, places: Any, ranks: Any) -> Any:
     """Returns the tiles of a step, [tiles, 4] int64: the index of a tile's first token, its number of tokens, the index in `memory`
-    where its adapter's matrices begin, and the adapter's rank. Tokens without an adapter, or whose adapter has no matrices of this
-    product, are in no tile. The arguments are those of _add_adapters."""
+    where its adapter's matrices begin, and the adapter's rank. A token is in no tile if it has no adapter, or if its adapter does
+    not change this product. The arguments are those of _add_adapters."""
     num_tokens = numbers.shape[0]
     found = np.empty((num_tokens, 4), np.int64)
     num_tiles = token = 0
@@ -67,15 +66,15 @@ def _tiles_of(numbers: Any, places: Any, ranks: Any) -> Any:
 
 @njit(**_HELPER)
 def _items_up_to(cost: int, of_item: int, num_items: int) -> int:
-    """Returns how many of num_items items of work begin before `cost`, where item i begins at i * of_item, in the same unit of
-    cost. A share takes the items from this number for its own begin to that for its end."""
+    """Returns how many of num_items items of work begin before `cost`. Item i begins at cost i * of_item. A share that reaches from
+    one cost to another computes the items between the two results."""
     return min(max(0, (cost + of_item - 1) // of_item), num_items)
 
 
 @njit(**_HELPER)
 def _down_block(x: Any, first: int, count: int, memory: Any, at: int, made: Any, column: int) -> None:
-    """Computes the products of `count` tokens of x [T, K], from token `first` on, with the RANKS rows of "down" from index `at` of
-    memory on, and writes them to made [T, P * r] from `column` on."""
+    """Computes the dot products of `count` tokens of x [T, K], from token `first` on, with the RANKS rows of "down" that begin at
+    index `at` of memory. Writes them to made [T, P * r], to the RANKS columns from `column` on."""
     num_inputs, width = x.shape[1], made.shape[1]
     step = _down_step(memory.itemsize)
     whole = num_inputs // step * step
@@ -97,8 +96,9 @@ def _down_block(x: Any, first: int, count: int, memory: Any, at: int, made: Any,
 
 @njit(**_HELPER)
 def _down_share(x: Any, memory: Any, tiles: Any, num_parts: int, share: int, num_shares: int, made: Any) -> None:
-    """Writes one share (`share` of num_shares) of all tiles' products with "down" to made [T, P * largest rank] float32: part p of
-    a token begins at column p * rank of its adapter. tiles: as _tiles_of returns them."""
+    """Computes one share (`share` of num_shares) of the products of all tiles with "down", and writes them to made [T, P * largest
+    rank] float32. In a token's row of made, the products of part p begin at column p * (rank of the token's adapter). tiles: as
+    _tiles_of returns them."""
     total = 0
     for tile in range(tiles.shape[0]):
         total += tiles[tile, 3] * (_ROWS_AS_READING + tiles[tile, 1])
@@ -115,10 +115,11 @@ def _down_share(x: Any, memory: Any, tiles: Any, num_parts: int, share: int, num
 
 @njit(**_HELPER)
 def _up_columns(made: Any, rows: Any, column: int, rank: int, memory: Any, at: int, width: int, out: Any, begin: int) -> None:
-    """Adds one tile's products with COLUMNS columns of "up" to out, from column `begin` on.
+    """Adds one tile's products with COLUMNS columns of "up" to out, in the columns from `begin` on.
 
-    rows: the tile's first token, and the token after its last. column: where the part begins in a row of made. at: the index in
-    memory of the first of these columns in the first row of "up". width: the columns of the part, and so of a row of "up"."""
+    rows: the tile's first token, and the token after its last. column: where the part's products with "down" begin in a row of
+    made. at: the index in memory of the first of these columns in the first row of "up". width: the number of columns of the part,
+    which is the length of a row of "up"."""
     first, end = rows
     made_width, out_width = made.shape[1], out.shape[1]
     in_tiles = first + (end - first) // UP_ROWS * UP_ROWS
@@ -148,8 +149,9 @@ def _up_rest(
 
 @njit(**_HELPER)
 def _up_share(made: Any, memory: Any, tiles: Any, parts: Any, num_inputs: int, share: int, num_shares: int, out: Any) -> None:
-    """Adds one share (`share` of num_shares) of all tiles' products with "up" to out. made: what _down_share wrote. parts [P]:
-    outputs of each part. num_inputs: K, which tells where "up" begins behind "down"."""
+    """Adds one share (`share` of num_shares) of the products of all tiles with "up" to out. made: the products with "down", as
+    _down_share writes them. parts [P]: number of outputs of each part. num_inputs: K, from which the place of "up" in memory, after
+    "down", is computed."""
     num_parts, stripes = parts.shape[0], 0
     for part in range(num_parts):
         stripes += (parts[part] + COLUMNS - 1) // COLUMNS

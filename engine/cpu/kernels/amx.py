@@ -1,9 +1,9 @@
-"""Intel AMX in Numba kernels: multiplies tiles of 16 rows of bfloat16 pairs (tdpbf16ps), and tells whether this process may do so.
+"""Intel AMX in Numba kernels: instructions that multiply tiles of 16 rows of bfloat16 pairs (tdpbf16ps), and a function that tells
+whether this process may use them.
 
 A tile register holds 16 rows of 64 bytes. dot(c, a, b) adds to c [16, 16] float32 the product of a [16, 32] with b [32, 16], both
 bfloat16. Rows of b are pairs: row i, column n holds elements 2 i and 2 i + 1 of column n (Intel 64 and IA-32 Architectures Software
-Developer's Manual, volume 1, chapter "Programming with Intel AMX").
-"""
+Developer's Manual, volume 1, chapter "Programming with Intel AMX")."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ HAS_TILES = processor.runs("tiles") and platform.system() == "Linux"
 
 @functools.cache
 def may_use_tiles() -> bool:
-    """Returns whether the processor multiplies tiles of bfloat16 and Linux lets this process keep tile registers.
+    """Returns whether this process may use tile registers: the processor multiplies tiles of bfloat16, and Linux permits it.
 
-    Linux (5.16 or newer) must be asked for that permission, and this function asks. It returns False for a process that is refused,
-    or whose signal stacks are too small to hold the registers."""
+    The call itself asks Linux (5.16 or newer) for the permission. It returns False if Linux refuses, or if the process's signal
+    stacks are too small to hold the registers."""
     if not HAS_TILES:
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -43,8 +43,8 @@ def may_use_tiles() -> bool:
 
 
 def fits_tiles(block_tokens: int, head_dim: int) -> bool:
-    """Returns whether the bfloat16 keys of a block, block_tokens positions of head_dim elements, are whole tiles: a multiple of 16
-    positions and of 32 elements."""
+    """Returns whether the bfloat16 keys of a block can be divided into whole tiles: block_tokens (positions) is a multiple of 16,
+    and head_dim (elements of a position) a multiple of 32."""
     return block_tokens % TILE_ROWS == 0 and head_dim * 2 % TILE_ROW_BYTES == 0
 
 
@@ -65,8 +65,8 @@ def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
 @intrinsic
 def configure_tiles(typing_context: Any, configuration: Any) -> Any:
     """Configures the tile registers of the calling thread. configuration: [64] uint8, the operand of ldtilecfg (see
-    tile_configuration). A thread must call this before it uses tiles, and release_tiles afterwards, so that the system does not
-    have to save the registers whenever it switches threads."""
+    tile_configuration). A thread must call this before it uses tiles. Afterwards it must call release_tiles; until then the system
+    saves the registers whenever it switches threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -1,17 +1,16 @@
-"""Attention with AMX (Numba), in bfloat16: query heads that share a KV head, of one token or several, against a chunk of 64
-positions at a time. Such heads are called rows.
+"""Attention with AMX (Numba), in bfloat16: the query heads that share a KV head, of one token or several, against a chunk of 64
+positions at a time. These query heads are called rows.
 
-Keys are read in place: 16 positions of a block are a tile. Queries are the other side of the product, as pairs, so that a tile of
-scores has a position in each row and a query in each column. Values are combined into pairs of two positions once a chunk, for all
-rows.
+Keys are read in place: 16 positions of a block are the first operand of a tile product. The second operand is a tile of queries,
+packed as pairs of dimensions, so that a tile of scores has a position in each row and a query in each column. Values are combined
+into pairs of two positions once for each chunk, for all rows.
 
-Memory should be busy all the time, and what waits for it must not hold up what computes. So what is needed later is prefetched
-evenly between the steps of all the work for a chunk, a few lines at a time. The argument `ahead` lists the indices in kv that are
-prefetched (prefetching as much in one go, or in parts of the work only, gains nothing), and `number` is the first entry that a call
-uses. If `ahead` is None, nothing is prefetched.
+Keys and values that are needed later are prefetched, a few cache lines at a time, evenly between the instructions of all work for a
+chunk, so that memory is always busy and computation never waits for it. The argument `ahead` lists the indices in kv that are
+prefetched, and `number` is the first entry of it that a call uses; if `ahead` is None, nothing is prefetched. (Prefetching the same
+lines all at once, or during parts of the work only, was measured to gain nothing.)
 
-Shapes: D head size, a multiple of 32; C = D / 32; rows in tiles of 16 or fewer. bfloat16 is passed as uint16 bits.
-"""
+Shapes: D head size, a multiple of 32; C = D / 32; rows in tiles of 16 or fewer. bfloat16 is passed as uint16 bits."""
 
 from __future__ import annotations
 
@@ -43,9 +42,9 @@ _four_rows, _eight_rows, _sixteen_rows = by_rows(4), by_rows(8), by_rows(16)
 
 @njit(**HELPER)
 def pack_queries(qkv: Any, at: int, num_rows: int, row: int, head_dim: int, queries: Any) -> None:
-    """Copies num_rows query heads of D elements, which lie end to end from flat index `at` of qkv on, to the rows from `row` on of
-    queries [tiles, C, 16, 16] uint32 (flat). Element [tile, c, i, r] is the pair of dimensions 32 c + 2 i and 32 c + 2 i + 1 of row
-    16 tile + r."""
+    """Copies num_rows query heads of D elements, which lie end to end from flat index `at` of qkv on, to queries [tiles, C, 16, 16]
+    uint32 (flat), where they become the rows from number `row` on. Element [tile, c, i, r] holds dimensions 32 c + 2 i and 32 c + 2
+    i + 1 of row 16 tile + r."""
     chunks = head_dim // 32
     flat = qkv.reshape(-1)
     for r in range(num_rows):
@@ -71,8 +70,8 @@ def place_chunk(
     first layer; the caller adds the offset of its layer and head in a block. blocks: the sequence's block table. block_stride:
     elements from one block to the next.
 
-    A position outside of begin to end, which is not read, gets the index of one inside, because its own memory may hold
-    anything."""
+    Positions that are not read, those before `begin` or from `end` on, get the index of a position that is read, because their own
+    memory may hold anything."""
     for number in range(CHUNK_TOKENS // TILE_TOKENS):
         at = base + number * TILE_TOKENS
         tile = min(max(at, begin), end - 1) // TILE_TOKENS * TILE_TOKENS
@@ -85,12 +84,11 @@ def place_chunk(
 
 @njit(**HELPER)
 def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim: int, ahead: Any) -> None:
-    """Computes the addresses that other functions prefetch while they work: writes to ahead [G * D / 2] an index in kv for each
-    FETCHED elements of the keys and values of one chunk, for all G KV heads of size D. places: the tiles' places, as place_chunk
-    fills them. layer_at: the index of the layer within a block. plane: the number of elements from one KV head's keys to the
-    next's.
+    """Fills ahead [G * D / 2] with the indices in kv at which other functions prefetch the keys and values of one chunk, of all G
+    KV heads of size D: one index for each FETCHED elements. places: as place_chunk fills it. layer_at: the index of the layer
+    within a block. plane: the number of elements from one KV head's keys to the next one's.
 
-    Consecutive indices are in different tiles (the chunk has four), so that several pages of memory are read at a time and their
+    Consecutive indices are in different tiles (a chunk has four), so that several pages of memory are read at a time and their
     delays overlap."""
     number = 0
     for head in range(2 * kv_heads):
@@ -104,11 +102,12 @@ def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim:
 def _score(
     queries: Any, queries_at: int, kv: Any, places: Any, keys_at: int, head_dim: int, scores: Any, ahead: Any, number: int
 ) -> None:
-    """Computes scores [64, 16] (position, row) as the dot products, not yet scaled, of a chunk's keys with one tile of 16 query
+    """Computes scores [64, 16] (position, row): the dot products, not yet scaled, of a chunk's keys with one tile of 16 query
     heads.
 
-    queries_at: the index of that tile in the result of pack_queries. places: as place_chunk fills them. keys_at: added to each of
-    them. Meanwhile prefetches kv at SCORE_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
+    queries: as pack_queries fills it. queries_at: the index of the tile in queries. places: as place_chunk fills it. keys_at: the
+    offset that is added to each of the indices in places. Also prefetches kv at SCORE_FETCHES * C indices from ahead[number] on,
+    unless `ahead` is None."""
     stride = 2 * head_dim
     for half in range(2):
         _zero_0()
@@ -131,11 +130,11 @@ def _score(
 
 @njit(**HELPER)
 def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: Any, ahead: Any, number: int) -> None:
-    """Adds the product of weights [2, 16, 16] uint32 (pairs of bfloat16, as weigh_row writes them) and the chunk's values to the 16
-    rows of sums [rows, width] from `row` on. pairs: the values, as pair_values writes them. Of each 32 columns of sums, those of
-    even dimensions come first.
+    """Adds the product of weights [2, 16, 16] uint32 (pairs of bfloat16, as weigh_row writes them) and a chunk's values to the 16
+    rows of sums [rows, width] from `row` on. pairs: the values, as pair_values writes them. In each 32 columns of sums, even
+    dimensions come first, then odd ones.
 
-    Meanwhile prefetches kv at ADD_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
+    Also prefetches kv at ADD_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
     _load_6(weights, 0, 64)
     _load_7(weights, _TILE, 64)
     width = sums.shape[1]
@@ -169,11 +168,11 @@ def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: A
 
 @njit(**HELPER)
 def pair_values(kv: Any, places: Any, values_at: int, head_dim: int, pairs: Any, ahead: Any, number: int) -> None:
-    """Fills pairs [32, D] uint32 (flat) with a chunk's values in bfloat16: row 16 half + i, for half 0 and 1, pairs the values of
-    positions 32 half + i and 32 half + i + 16. Of each 32 columns, those of even dimensions come first. places: as place_chunk
-    fills them. values_at: added to each of them.
+    """Fills pairs [32, D] uint32 (flat) with a chunk's values in bfloat16. Row 16 half + i, for half 0 and 1, holds pairs of the
+    values of positions 32 half + i and 32 half + i + 16. In each 32 columns, even dimensions come first, then odd ones. places: as
+    place_chunk fills it. values_at: the offset that is added to each of the indices in places.
 
-    Meanwhile prefetches kv at PAIR_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
+    Also prefetches kv at PAIR_FETCHES * C indices from ahead[number] on, unless `ahead` is None."""
     begin, num_fetches = number, head_dim // 32 * PAIR_FETCHES
     for half in range(2):
         for i in range(16):

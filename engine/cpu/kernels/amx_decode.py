@@ -1,4 +1,5 @@
-"""Attention of one query token with AMX (Numba). attention.py calls it instead of its own code where tiles can be used."""
+"""Attention of one query token with AMX (Numba). attention.py calls attend_tiles, instead of its own function _attend, where AMX
+tiles can be used."""
 
 from __future__ import annotations
 
@@ -54,10 +55,10 @@ def attend_tiles(
     totals: Any,  # [H], result
     sums: Any,  # [H, width], result
 ) -> None:
-    """Computes the attention of one query token to blocks begin_block to below end_block of its block table with AMX tiles, and
-    prefetches the first chunk of blocks next_begin to below next_end of next_blocks. Arguments and results are those of
-    attention._attend, where comments say what each one is. tops, totals and sums must still be merged with other parts and
-    divided."""
+    """Computes the attention of one query token to the blocks from begin_block to below end_block of its block table, with AMX
+    tiles. Also prefetches the first chunk of the blocks from next_begin to below next_end of next_blocks. Arguments and results are
+    those of attention._attend, where comments describe each. The caller must merge tops, totals and sums with those of the token's
+    other parts, and divide the sums by the totals."""
     heads = tops.shape[0]
     group = heads // kv_heads
     plane, pieces = block_tokens * head_dim, head_dim // 32

@@ -1,20 +1,19 @@
-"""Products with bfloat16 or int8 weights on the CPU's matrix unit.
+"""Products with bfloat16 or int8 weights on the CPU's matrix unit (AMX).
 
-Inputs are interleaved once, by all threads together, into tiles of 16 columns (amx_tiles.py). Each thread takes panels of 32
-outputs, and multiplies a piece of a panel's weights at a time, while the next piece is prefetched. Up to four tiles of columns read
-the piece as it lies in memory. For more columns the piece is packed (copied) while the one before is multiplied, and stays in the
-second-level cache for all columns, as do the matching piece of the columns and the sums of some panels. Scratch begins at a cache
-line: a tile whose rows each lie in two lines takes nearly twice as long.
+First all threads together interleave the inputs into tiles of 16 columns (amx_tiles.py). Then each thread computes panels of 32
+outputs: it multiplies a piece of a panel's weights at a time, while the next piece is prefetched. With up to four tiles of columns,
+the weights are used as they lie in memory. With more, each piece is packed (copied) while the one before is multiplied; it stays in
+the second-level cache for all columns, together with the matching piece of the columns and the sums of some panels. Scratch memory
+begins at a cache line, because a tile whose rows each lie in two lines takes nearly twice as long.
 
-Int8 weights that are read as they lie are multiplied with two digits of x (see int8.py), which are a column each. That takes as
-many products as bfloat16 weights, but half the bytes. From 33 rows on these are too many columns to read the weights as they lie,
-and the weights are packed as bfloat16, which is exact. It takes one conversion for all rows instead of digits of all inputs and
-twice the sums (128 and 256 rows of the models mid and one-b of the benchmarks: 1.1 to 1.2 times as fast as bfloat16 weights, where
-digits were 0.75 to 0.98 times).
+Int8 weights that are not packed are multiplied with two digits of x (see int8.py), each of which is a column. That takes as many
+products as bfloat16 weights, but half the bytes. From 33 rows on, the digits make more than four tiles of columns. The weights are
+then packed as bfloat16, which is exact, and multiplied with x itself. This takes one conversion for all rows, instead of digits of
+all inputs and twice the sums (128 and 256 rows of the models mid and one-b of the benchmarks: 1.1 to 1.2 times as fast as bfloat16
+weights; digits were 0.75 to 0.98 times as fast).
 
 Shapes: R rows, K inputs (a multiple of 32; of 64 for int8), N outputs (32 at least), S steps of 64 bytes of K, C tiles of 16
-columns. Reference implementations: torch's linear, reference.int8_linear.
-"""
+columns. Reference implementations: torch's linear, reference.int8_linear."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ _one_packed_column, _two_packed_columns = tile_products(1, True), tile_products(
 
 
 def _columns(tiles: int, of_int8: bool) -> tuple[int, bool]:
-    """Returns how many tiles of 16 columns `tiles` tiles of 16 rows of x become (with int8 weights two, one for each digit, unless
-    weights are packed), and whether the weights are packed for them."""
+    """Returns (number of tiles of 16 columns, whether weights are packed) for `tiles` tiles of 16 rows of x. Each tile of rows
+    becomes one tile of columns, or two with int8 weights that are not packed: one for each digit."""
     columns = 2 * tiles if of_int8 else tiles
     packs = columns > _UNPACKED_COLUMNS
     return (tiles, True) if packs else (columns, False)
@@ -67,7 +66,7 @@ _columns_of = njit(_columns)
 
 def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int) -> int:
     """Returns how many 32-bit words of scratch a product of num_rows rows with num_inputs inputs needs: room for all columns, and
-    for each of num_shares shares two packed panels (if weights are packed) and its sums. of_int8: the weights are int8, else
+    for each of num_shares shares its sums and, if weights are packed, two packed panels. of_int8: the weights are int8, else
     bfloat16."""
     tiles = (num_rows + TILE - 1) // TILE
     columns, packs = _columns(tiles, of_int8)
@@ -79,8 +78,8 @@ def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _factors(scale: Any, bias: Any, at: int, factors: Any) -> None:
-    """Fills factors [64] with the scales of the 32 outputs of a panel, from output `at` on, and then with their biases. scale: [N],
-    or [0] for 1. bias: [N], or [0] for 0."""
+    """Fills factors [64] with the scales of the 32 outputs of a panel, from output `at` on, followed by their biases. scale: [N],
+    or [0]: all scales are 1. bias: [N], or [0]: all biases are 0."""
     for n in range(PANEL):
         factors[n] = scale[at + n] if scale.shape[0] > 0 else float32(1.0)
         factors[PANEL + n] = widen(bias[at + n]) if bias.shape[0] > 0 else float32(0.0)
@@ -90,11 +89,11 @@ def _factors(scale: Any, bias: Any, at: int, factors: Any) -> None:
 def _write(
     weight: Any, sums: Any, sums_at: int, units: Any, factors: Any, at: int, column: int, num_columns: int, digits: int, out: Any
 ) -> None:
-    """Writes the finished sums of a panel's 32 outputs, from output `at` on, to out [R, N]. The sums begin at sums_at and belong to
-    num_columns tiles of columns (1 or 2) from number `column` on.
+    """Writes the finished sums of a panel's 32 outputs, from output `at` on, to out [R, N]. The sums begin at index sums_at of sums
+    and belong to num_columns tiles of columns (1 or 2), from tile `column` on.
 
-    digits: 2 if both tiles of columns are the digits of the same 16 rows of x, which are joined with their units, else 1. factors:
-    as _factors fills it."""
+    digits: 2 if the two tiles of columns hold the high and the low digits of the same 16 rows of x, which are then combined and
+    multiplied by the rows' units (see int8.py); else 1. factors: as _factors fills it."""
     num_rows, num_outputs = out.shape
     for half in range(2):
         for tile in range(num_columns // digits):

@@ -1,8 +1,8 @@
-"""Attention of prompts on the CPU with AMX (Numba): what prefill.py computes, for bfloat16 and blocks that are whole tiles.
+"""Attention of prompts on the CPU with AMX (Numba): computes the same as prefill.py, for bfloat16 and for blocks whose keys are
+whole tiles (amx.fits_tiles).
 
-Query tokens are taken about 64 rows at a time (tokens times the heads that share a KV head), so that the pairs that are made of a
-chunk's values serve four tiles of rows. Reference implementations: reference.gather_context and reference.causal_attention.
-"""
+About 64 rows (query tokens times the heads that share a KV head) are computed at a time, so that the pairs that are made of a
+chunk's values serve four tiles of rows. Reference implementations: reference.gather_context and reference.causal_attention."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def _attend_share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes the attention that falls to one share (`share` of num_shares) and writes it to out. The rows' tokens are cut into
-    items of a few tokens and one KV head each, which are dealt out to the shares in turn. The other arguments are those of
-    _prefill_attention_tiles; group: query heads that share a KV head."""
+    """Computes one share (`share` of num_shares) of the attention and writes it to out. The work is cut into items, each of a few
+    tokens of a row and one KV head, which are dealt out to the shares in turn. group: number of query heads that share a KV head.
+    The other arguments are those of _prefill_attention_tiles."""
     at_once = max(1, _ROWS // group)
     num_rows = (at_once * group + 15) // 16 * 16
     plane = block_tokens * head_dim

@@ -1,10 +1,9 @@
-"""The vector part of attention with AMX: the softmax of a chunk's scores, row by row, and the rearrangement of values, in which
-those of two adjacent positions are interleaved as AMX reads them.
+"""The vector part of attention with AMX: the softmax of a chunk's scores, row by row, and the rearrangement of a chunk's values
+into pairs of two positions, as AMX reads them.
 
-A chunk is 64 positions. The softmax goes from chunk to chunk (Milakov & Gimelshein, "Online normalizer calculation for softmax",
-2018). The sums so far are rescaled only when a score is more than _SLACK above the row's top, which is seldom. So a weight may be
-as large as 2**_SLACK.
-"""
+A chunk is 64 positions. The softmax is computed from chunk to chunk (Milakov & Gimelshein, "Online normalizer calculation for
+softmax", 2018). Earlier sums are rescaled only when a score is more than _SLACK above the row's top, which is seldom, so a weight
+may be as large as 2**_SLACK."""
 
 from __future__ import annotations
 
@@ -113,11 +112,11 @@ def weigh_row(
 ) -> Any:
     """Turns the scores of one query head with a chunk's 64 positions into weights, and adds these to the head's total.
 
-    The scores are spread[number] [64] times scale, which includes the factor log2(e) unless they are capped. softcap: scores become
-    softcap * tanh(score / softcap); 0: they stay. Only positions from begin to below end count; the others weigh 2**-126, as good
-    as nothing. weights: [2, 16, 16] uint32, where [half, number, i] becomes the bfloat16 pair of 2**(score - tops[row]) of
-    positions 32 half + i and 32 half + i + 16. totals[row] [16]: sums of the weights, one for each lane. If the head's top grows,
-    its totals and its sums [rows, width] are rescaled. Tops must be finite at the start."""
+    The scores are spread[number] [64] times scale, which includes the factor log2(e) unless softcap is used. softcap: scores become
+    softcap * tanh(score / softcap); 0: they are unchanged. Positions before `begin` or from `end` on are excluded: their weight is
+    2**-126, practically zero. weights: [2, 16, 16] uint32, where [half, number, i] becomes the bfloat16 pair of 2**(score -
+    tops[row]) of positions 32 half + i and 32 half + i + 16. totals[row] [16]: sums of the weights, one for each lane. If the
+    head's top grows, its totals and its sums [rows, width] are rescaled. Tops must be finite at the start."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         arrays = {n: context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 6, 8, 9, 10)}
@@ -179,8 +178,8 @@ def weigh_row(
 
 @intrinsic
 def pair_positions(typing_context: Any, values: Any, left_at: Any, right_at: Any, length: Any, pairs: Any, at: Any) -> Any:
-    """Writes pairs of the bfloat16 elements at left_at + d and right_at + d of values, for d below length, a multiple of 32, to
-    pairs (uint32) from index `at` on. Of each 32 pairs those with even d come first."""
+    """Writes pairs of bfloat16 elements of values to pairs (uint32) from index `at` on: elements left_at + d and right_at + d make
+    a pair, for d from 0 to below length, a multiple of 32. In each 32 pairs, even d come first, then odd ones."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))

@@ -1,8 +1,7 @@
-"""Products with a weight matrix by the processor's matrix unit (AMX), with weights read from where they lie in memory, without
-being rearranged.
+"""Products with a weight matrix by the processor's matrix unit (AMX), which reads the weights in place, without rearranging them.
 
 A tile instruction multiplies 16 rows of 64 consecutive bytes with 16 columns that are interleaved, four bytes of a column at a
-time. Rows of weights [N, K] are already in that form. Only the inputs, which are far fewer, are interleaved. The result is the
+time. Rows of weights [N, K] already have that form, so only the inputs, which are far fewer, are interleaved. The result is the
 product transposed, 16 outputs times 16 columns at a time.
 
 In this file a step is 64 bytes of each of 16 rows of weights and the matching part of 16 columns, that is, the operands of one
@@ -10,10 +9,9 @@ instruction. A word is four bytes. A panel is 32 outputs, two tiles of weights. 
 int8 weights, each row of x becomes two columns of int8 digits: its elements as whole numbers 256 * high + low (int8.py). The
 kernels in amx_linear.py are made of these functions.
 
-Where many columns meet the same weights, the weights are copied (packed) first. In memory a row begins at any multiple of eight
-bytes, so a row of a tile lies in two cache lines, and rows are often whole pages apart, so their lines push each other out of the
-cache. Copies of int8 weights are bfloat16.
-"""
+If many columns are multiplied with the same weights, the weights are copied (packed) first. Without packing, a row of a tile often
+lies in two cache lines, because rows begin at any multiple of eight bytes; and rows are often whole pages apart, so that their
+lines displace each other in the cache. Packed int8 weights become bfloat16."""
 
 from __future__ import annotations
 
@@ -58,8 +56,8 @@ def _constant(value: int) -> Any:
 
 
 def _address(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, position: int, index: Any) -> Any:
-    """Returns a pointer to element `index` of the array that is argument number `position` of an intrinsic, as a pointer to
-    bytes."""
+    """Returns a pointer to element `index` of an array, as a pointer to bytes. The array is argument number `position` of an
+    intrinsic."""
     array = context.make_array(signature.args[position])(context, builder, args[position])
     return builder.bitcast(builder.gep(array.data, [index]), _BYTES)
 
@@ -74,21 +72,22 @@ def _store(builder: ir.IRBuilder, value: Any, address: Any) -> None:
 
 def tile_products(num_columns: int, packs: bool) -> Any:
     """Returns a function (own, at, words, words_at, columns_apart, steps, fresh, sums, sums_at, weight, next_at, width,
-    halves_apart, next_steps, from_row, to_row, packed_at) for kernels that multiplies a panel of weights (32 outputs) with
+    halves_apart, next_steps, from_row, to_row, packed_at) for kernels. It multiplies a panel of weights (32 outputs) with
     num_columns (1 or 2) tiles of 16 columns.
 
-    It multiplies `steps` steps of the panel, whose weights begin at element `at` of own, with the tiles of columns, of which the
-    first begins at words[words_at] and the next columns_apart words after it. The products are added to sums [2, num_columns, 16,
-    16] at sums_at (float32, or int32 for int8 weights that are not packed); if fresh, the sums start from 0. A panel's rows of
+    The function multiplies `steps` steps of the panel, whose weights begin at element `at` of own, with the tiles of columns. The
+    first tile begins at words[words_at], the second columns_apart words after it. The products are added to sums [2, num_columns,
+    16, 16] at sums_at (float32, or int32 for int8 weights that are not packed); if fresh, the sums start from 0. A panel's rows of
     weights are `width` elements apart, and its second 16 rows begin halves_apart elements after its first 16.
 
-    Meanwhile it prefetches the weights that are needed next: next_steps steps of rows from_row to below to_row of the panel that
-    begins at element next_at of weight. If packs, own holds packed weights (step by step, two whole tiles each), and the next ones
-    are also packed, to own from packed_at on. Otherwise own is weight, and the next ones are brought into the second-level cache.
+    The function also prefetches weights that are needed next: next_steps steps of rows from_row to below to_row of the panel that
+    begins at element next_at of weight. If packs, own holds packed weights (step by step, two whole tiles each), and the next
+    weights are also packed, to own from packed_at on. Otherwise own is weight, and the next weights are brought into the
+    second-level cache.
 
-    All rows are prefetched side by side: a load that waits for memory then holds up few of those after it, as the processor itself
-    prefetches in each row (measured with 128 rows of one-b: 1.3 times as fast as row after row). Only for one tile of columns
-    without packing they are prefetched row after row (8 rows of mid: 1.2 times as fast)."""
+    All rows are prefetched side by side. The processor's own prefetching within each row then works, and a load that waits for
+    memory delays few others (128 rows of the model one-b: 1.3 times as fast as row after row). Only with one tile of columns and
+    without packing, rows are prefetched one after the other (8 rows of the model mid: 1.2 times as fast)."""
 
     @intrinsic
     def products(
@@ -180,9 +179,9 @@ def _as_bfloats(builder: ir.IRBuilder, place: Any) -> Any:
 
 
 class _Rows:
-    """A panel's 32 rows of weights in memory, in a kernel that is being generated. begin: address of row 0. stride: bytes from one
-    row to the next within the first 16 rows, and within the others. halves_apart: bytes from row 0 to row 16. element: the weights'
-    type."""
+    """The place in memory of the 32 rows of weights of a panel, in a kernel that is being generated. begin: address of row 0.
+    stride: bytes from one row to the next, among the first 16 rows and among the others. halves_apart: bytes from row 0 to row 16.
+    element: the weights' type."""
 
     def __init__(self, builder: ir.IRBuilder, begin: Any, stride: Any, halves_apart: Any, element: types.Type) -> None:
         self.builder, self.begin, self.stride = builder, begin, stride
@@ -200,9 +199,9 @@ class _Rows:
             visit(row, self.place(row))
 
     def pack(self, k: Any, target: Any, first: Any, end: Any) -> None:
-        """Emits the copy of one step of rows `first` to below `end` to its place in the packed panel that begins at `target`. k:
-        the bytes of a packed row before this step; int8 weights, which become bfloat16, are k / 2 bytes into their row in
-        memory."""
+        """Emits the copy of one step of rows `first` to below `end` to its place in the packed panel that begins at address
+        `target`. k: the offset of the step in a packed row, in bytes. Int8 weights become bfloat16; in memory the step is then k /
+        2 bytes into its row."""
         builder = self.builder
         step = builder.gep(target, [builder.mul(k, _constant(PANEL))])
         at = builder.lshr(k, _constant(1)) if self._of_int8 else k
@@ -216,8 +215,8 @@ class _Rows:
 
 
 class _InTurn:
-    """Emits prefetches of the first `steps` steps of rows `first` to below `end`, one row after the other. It keeps on the stack
-    how far they have come. num_lines: the cache lines of all of them."""
+    """Emits code that prefetches the first `steps` steps of rows `first` to below `end`, one row after the other, a few cache lines
+    at each call of `fetch`. The code keeps its progress on the stack. num_lines: the number of cache lines of all these rows."""
 
     def __init__(self, rows: _Rows, steps: Any, first: Any, end: Any) -> None:
         builder = self._builder = rows.builder
@@ -228,7 +227,7 @@ class _InTurn:
         self._place = cgutils.alloca_once_value(builder, rows.place(first))  # address of the row
 
     def fetch(self, num_lines: Any) -> None:
-        """Emits the prefetch of the next num_lines cache lines, or of as many as are left."""
+        """Emits the prefetch of the next num_lines cache lines, or of those that remain if they are fewer."""
         builder, rows = self._builder, self._rows
         left = builder.load(self._left)
         some = builder.select(builder.icmp_signed("<", num_lines, left), num_lines, left)
@@ -256,11 +255,12 @@ def _multiply(
     rows: _Rows | None,
     meanwhile: Callable[[Any], None],
 ) -> None:
-    """Emits the matrix products of the function that tile_products describes, whose first nine arguments they use.
+    """Emits the matrix products of the function that tile_products describes. args: the arguments of that function, of which the
+    first nine are used.
 
     rows: where the rows of the weights lie in memory; None: the weights are packed. of_int8: weights and columns are int8.
-    meanwhile: called within each step's code to emit further instructions; its argument is the step's offset k in bytes from the
-    start of a row."""
+    meanwhile: called once, with the step's offset k in bytes from the start of a row, to emit further instructions into the loop
+    over the steps."""
     _, begin, _, words_begin, columns_apart, count, anew, _, sums_begin = args[:9]
     weights = _address(context, builder, signature, args, 0, begin)
     columns = _address(context, builder, signature, args, 2, words_begin)
@@ -297,8 +297,7 @@ def _multiply(
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """Returns 16 vectors of 16 words transposed: word j of vector i becomes word i of vector j. Each round exchanges one bit of a
-    word's row number with the same bit of its lane number."""
+    """Returns 16 vectors of 16 words transposed: word j of vector i becomes word i of vector j."""
     for bit in (8, 4, 2, 1):
         low = [LANES + lane - bit if lane & bit else lane for lane in range(LANES)]
         high = [LANES + lane if lane & bit else lane + bit for lane in range(LANES)]

@@ -99,9 +99,9 @@ def _attend(
 
 
 def _attend_either(use_tiles: bool, qkv: Any, *rest: Any) -> None:
-    """Computes a query token's attention to some blocks by attend_tiles if use_tiles, else by _attend; the arguments after
-    use_tiles are those of both. Only _attend exists for elements other than bfloat16, and on processors without AMX. Numba compiles
-    calls of this function as _attend_either_of says."""
+    """Computes a query token's attention to some blocks, by attend_tiles if use_tiles, else by _attend. qkv, rest: the arguments of
+    both functions. attend_tiles exists only for bfloat16 on processors with AMX; elsewhere Numba compiles a call of this function
+    as a call of _attend (see _attend_either_of)."""
 
 
 @overload(_attend_either, jit_options=HELPER)
@@ -124,8 +124,8 @@ def _attend_either_of(use_tiles: Any, qkv: Any, *rest: Any) -> Any:
 
 @njit(**HELPER)
 def _copy_part(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
-    """Copies tops [H], totals [H] and sums [H, width] to to_tops, to_totals and to_sums. Three slice assignments would do the same,
-    but Numba takes four seconds to compile their error message for shapes that differ."""
+    """Copies tops [H], totals [H] and sums [H, width] to to_tops, to_totals and to_sums. The copies are loops because Numba would
+    take four seconds to compile slice assignments with their error message."""
     for head in range(sums.shape[0]):
         to_tops[head], to_totals[head] = tops[head], totals[head]
         for at in range(sums.shape[1]):
@@ -134,8 +134,8 @@ def _copy_part(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, 
 
 @njit(**HELPER)
 def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
-    """Merges one part of a token's attention (tops [H], totals [H], sums [H, width], as _attend leaves them) into another part of
-    the same token (to_tops, to_totals, to_sums), where both are rescaled to the larger top."""
+    """Merges one part of a token's attention (tops [H], totals [H], sums [H, width], as _attend writes them) into another part of
+    the same token (to_tops, to_totals, to_sums). Both are rescaled to the larger of their tops."""
     for g in range(tops.shape[0]):
         top = max(tops[g], to_tops[g])
         left, right = exp(to_tops[g] - top), exp(tops[g] - top)
@@ -147,8 +147,8 @@ def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to
 
 @njit(**HELPER)
 def _blocks_of(context: int, reach: int, block_tokens: int) -> tuple[int, int]:
-    """Returns the index in the block table of the first block that a query token reads, and the index after the last. context:
-    positions it attends to, its own included. reach: how far back it sees, see first_seen."""
+    """Returns the index in the block table of the first block that a query token reads, and the index after its last. context:
+    number of positions up to the token's own, which is included. reach: how far back the token attends, as in first_seen."""
     first_block = first_seen(context, reach) // block_tokens
     return first_block, (context + block_tokens - 1) // block_tokens
 

@@ -1,10 +1,10 @@
-"""Attention to one block after another on the CPU (Numba): what the kernels for steps that decode (attention.py) and for prompts
-(prefill.py) have in common.
+"""Attention to one block after another on the CPU (Numba): the functions that the kernels for decode steps (attention.py) and for
+prompts (prefill.py) have in common.
 
-Shapes: H query heads, which are rows of one token or of several, D head size. Arrays hold elements: float32, or bfloat16 as uint16
-bits. kv is the arena, flat; a block's keys, or values, of one KV head are [block_tokens, D]. An attention is kept as tops [H]
-(largest scores so far), totals [H] (sums of e**(score - top)) and sums [H, width] (values weighted with the same), all float32.
-"""
+Shapes: H query heads, of one token or of several, each of which is a row of the arrays; D head size. Arrays hold elements: float32,
+or bfloat16 as uint16 bits. kv is the arena, flat; a block's keys, or values, of one KV head are [block_tokens, D]. The state of an
+attention is tops [H] (the largest scores so far), totals [H] (the sums of the weights e**(score - top)) and sums [H, width] (the
+values times the weights), all float32."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 @njit(**HELPER)
 def first_seen(context: int, reach: int) -> int:
-    """Returns the first position that the last of `context` positions sees. reach R > 0: it sees the last R positions, itself
-    included; R < 0: those of its own chunk, when positions are cut into chunks of -R; 0: all."""
+    """Returns the first position to which the last of `context` positions attends. reach R > 0: it attends to the last R positions,
+    its own included; R < 0: to its own chunk, if positions are cut into chunks of -R; 0: to all."""
     if reach > 0:
         return max(0, context - reach)
     return max(0, context - 1) // -reach * -reach if reach < 0 else 0
@@ -38,12 +38,12 @@ def first_seen(context: int, reach: int) -> int:
 def score_block(
     qkv: Any, query_at: int, kv: Any, at: int, ahead: int, tokens: int, head_dim: int, scale: float, scores: Any, scores_at: int
 ) -> None:
-    """Writes the scores of `group` query heads with a block's first `tokens` positions to scores [group, chunk], from column
-    scores_at on: dot products times scale. `tokens` is rounded up to a multiple of four, so scores behind the last position may be
-    meaningless.
+    """Writes the scores of some query heads with a block's first `tokens` positions to scores [heads, chunk], from column scores_at
+    on. A score is a dot product times scale. `tokens` is rounded up to a multiple of four, so up to three further scores are
+    written, which have no meaning.
 
     query_at: the index in qkv of the first head; the others follow end to end. at: the index in kv where the block's keys begin.
-    The keys `ahead` elements further are prefetched meanwhile."""
+    The keys that lie `ahead` elements after these are prefetched meanwhile."""
     group, stride = scores.shape
     for t in range(0, tokens, 4):
         keys_at = at + t * head_dim
@@ -67,8 +67,8 @@ def add_block(
     """Adds weights[g, from_at + t - begin] * (values of the block's position t) to sums[head + g], for all rows g of weights and
     for positions t from begin to below end.
 
-    at: the index in kv where the block's values begin. The values `ahead` elements further are prefetched meanwhile. Of bfloat16,
-    each 32 sums have those of even dimensions first (see write_heads)."""
+    at: the index in kv where the block's values begin. The values that lie `ahead` elements after these are prefetched meanwhile.
+    For bfloat16, in each 32 sums even dimensions come first, then odd ones (see write_heads)."""
     group, stride = weights.shape
     width = sums.shape[1]
     num = end - begin
@@ -151,8 +151,8 @@ def soften_row(
 
 @njit(**HELPER)
 def add_sinks(sinks: Any, head: int, tops: Any, totals: Any) -> None:
-    """Adds e**(sink - top) to totals [h], for the h query heads from number `head` on, whose tops are tops [h]. sinks: one score
-    without a value for each of all query heads, or [0] for none."""
+    """Adds e**(sink - top) to totals [h], for the h query heads from number `head` on, whose tops are tops [h]. sinks: for each of
+    all query heads a score that has no value; [0]: there are none."""
     if sinks.shape[0] > 0:
         for h in range(totals.shape[0]):
             totals[h] += exp(sinks[head + h] - tops[h])
@@ -160,8 +160,8 @@ def add_sinks(sinks: Any, head: int, tops: Any, totals: Any) -> None:
 
 @njit(**HELPER)
 def write_heads(sums: Any, totals: Any, out: Any, head_dim: int) -> None:
-    """Writes sums [H, width] divided by totals [H] to out [H * D], rounded to its elements. If these are bfloat16, each 32 sums
-    have those of even dimensions first, which is undone here."""
+    """Writes sums [H, width] divided by totals [H] to out [H * D], rounded to out's element type. For bfloat16, each 32 sums have
+    even dimensions first, then odd ones; they are written in the order of the dimensions."""
     for head in range(totals.shape[0]):
         share = float32(1.0) / totals[head]
         own, at = sums[head], head * head_dim

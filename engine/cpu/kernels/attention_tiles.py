@@ -1,6 +1,5 @@
-"""Generates the inner loops of paged attention, for attention_blocks.py: scores of a few query heads, and values weighted with
-them, with sums that are kept in vector registers.
-"""
+"""Generates the inner loops of paged attention, for attention_blocks.py: one computes the scores of a few query heads, the other
+adds up values times weights. Both keep their sums in vector registers."""
 
 from __future__ import annotations
 
@@ -95,12 +94,12 @@ def value_tile(num_rows: int, whole: bool) -> Any:
     """Returns a function (weights, weights_at, weights_stride, values, values_at, stride, ahead, num_tokens, count, sums, sums_at,
     sums_stride) for kernels that adds weighted values to the sums of num_rows query heads.
 
-    To the sums from sums_at + r * sums_stride on it adds, for each of num_tokens tokens t, weights[weights_at + r * weights_stride
-    + t] times the elements of values from values_at + t * stride on: 64 elements if whole, else `count` of at most 32. The values
-    `ahead` elements after these are prefetched meanwhile.
+    To the sums of head r, which begin at sums_at + r * sums_stride, it adds for each of num_tokens tokens t: weights[weights_at + r
+    * weights_stride + t] times the elements of values from values_at + t * stride on. These are 64 elements if whole, else `count`
+    elements, at most 32. The values that lie `ahead` elements after these are prefetched meanwhile.
 
-    Weights have the values' element type. With bfloat16 two tokens are taken at a time, and each 32 sums are in another order:
-    those of even places first."""
+    Weights have the values' element type. With bfloat16 two tokens are computed at a time, and in each 32 sums those of even places
+    come first, then those of odd places."""
 
     @intrinsic
     def tile(
@@ -139,8 +138,8 @@ def value_tile(num_rows: int, whole: bool) -> Any:
             left = builder.trunc(some, I32)
 
             def add(first: Any, num: int) -> None:
-                """Emits the addition of the weighted values of `num` tokens, from token number `first` on, to `totals`: of two
-                tokens, whose values are combined into pairs, or of one."""
+                """Emits the addition of the weighted values of `num` tokens (1 or 2), from token number `first` on, to `totals`.
+                The values of two tokens are combined into pairs."""
                 token_at = [builder.add(values_begin, builder.mul(builder.add(first, I64(t)), token_stride)) for t in range(num)]
                 vectors: list[Any] = []
                 for piece in range(num_vectors // 2 if paired else num_vectors):

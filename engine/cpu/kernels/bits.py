@@ -40,10 +40,10 @@ class BFloat(ir.Type):
 
 
 def named(name: str, function: Any) -> Any:
-    """Returns a copy of a Python function that is called `name`.
+    """Returns a copy of a Python function with the name `name`.
 
-    Numba's cache tells kernels apart by name, not by options. Of two compilations of one function with different options, the
-    second would otherwise load what the first one saved."""
+    Numba's cache tells kernels apart by name, not by compiler options. Without different names, the second of two compilations of
+    one function with different options would load the code that the first one saved."""
     copy = FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name
     return copy
@@ -69,13 +69,14 @@ def constant(kind: ir.Type, value: int | float) -> ir.Constant:
 
 
 def as_many(kind: ir.Type, scalar: ir.Type) -> ir.Type:
-    """Returns a vector of `scalar` with as many lanes as the vector type `kind` has, or `scalar` itself if `kind` is no vector."""
+    """Returns the vector type of `scalar` elements with as many lanes as the vector type `kind` has, or `scalar` itself if `kind`
+    is not a vector type."""
     return ir.VectorType(scalar, kind.count) if isinstance(kind, ir.VectorType) else scalar
 
 
 def narrow_bits(builder: ir.IRBuilder, value: Any) -> Any:
-    """Returns float32 (one, or a vector) as bfloat16 bits, rounded to nearest even; NaN stays NaN. Where the processor itself
-    converts (AVX512-BF16), magnitudes below 2**-126 become 0."""
+    """Returns float32 (a scalar or a vector) as bfloat16 bits, rounded to nearest even; NaN stays NaN. On processors with an
+    instruction for this (AVX512-BF16), magnitudes below 2**-126 become 0."""
     short = as_many(value.type, ir.IntType(16))
     if HAS_BFLOAT16_PRODUCTS:
         return builder.bitcast(builder.fptrunc(value, as_many(value.type, BFloat())), short)
@@ -89,7 +90,7 @@ def narrow_bits(builder: ir.IRBuilder, value: Any) -> Any:
 
 @intrinsic
 def narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """Returns value (float32) as an element of `like`'s type; see narrow_bits."""
+    """Returns value (float32), rounded to the element type of `like` (float32, or bfloat16 bits); see narrow_bits."""
 
     def identity(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return args[0]
@@ -110,8 +111,8 @@ def prefetch_line(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> Non
 
 
 def _ask_for(offsets: Iterable[int], nearness: int, context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
-    """Emits prefetches, for reading, of the cache lines at `offsets` bytes after array[index]. nearness: 3 for the first-level
-    cache, 2 for the second."""
+    """Emits prefetches, for reading, of several cache lines: those at each of `offsets` bytes after array[index]. nearness: 3 for
+    the first-level cache, 2 for the second."""
     data = context.make_array(array_type)(context, builder, array).data
     begin = builder.bitcast(builder.gep(data, [index]), _BYTES)
     for offset in offsets:
@@ -190,8 +191,8 @@ def value_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def ordered(typing_context: Any, bits: Any) -> Any:
-    """Returns an integer that sorts as the float with these bits (int16 or int32, signed) does: the magnitude bits of negative
-    floats are flipped. Applied twice it gives the bits back."""
+    """Returns an integer with the same order as the float whose bits are given (int16 or int32, signed). It flips the magnitude
+    bits of negative floats, so applying it twice gives the bits back."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = args[0].type
@@ -203,8 +204,8 @@ def ordered(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def magnitude(typing_context: Any, bits: Any) -> Any:
-    """Returns the bits of a float (int16 or int32) without the sign, as an integer that sorts as the magnitudes do, with infinity
-    and then NaN above all."""
+    """Returns the bits of a float (int16 or int32) with the sign bit cleared. As an integer, the result has the order of the
+    magnitudes, with infinity above all numbers and NaN above infinity."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = args[0].type
@@ -215,7 +216,7 @@ def magnitude(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def _clamped(typing_context: Any, value: Any) -> Any:
-    """Returns float32, one or in lanes, clamped to between -87 and 88. NaN becomes 88."""
+    """Returns a float32, or float32 lanes, clamped to between -87 and 88. NaN becomes 88."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for sign, limit in (("<", 88.0), (">", -87.0)):
@@ -238,7 +239,7 @@ def _floor(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def _power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """Returns 2**exponent as float32, for float32 that are whole numbers from -126 to 127, one or in lanes."""
+    """Returns 2**exponent as float32, for a float32, or float32 lanes, that are whole numbers from -126 to 127."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = as_many(args[0].type, _I32)
@@ -250,10 +251,10 @@ def _power_of_two(typing_context: Any, exponent: Any) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def exp(x: Any) -> Any:
-    """Returns e**x for float32, one or in lanes (lanes.py), with a relative error below 3e-7. x is clamped to between -87 and
+    """Returns e**x for a float32, or float32 lanes (lanes.py), with a relative error below 3e-7. x is clamped to between -87 and
     88.
 
-    Computed as 2**n * e**f with f in [-ln 2 / 2, ln 2 / 2], with a polynomial of degree 7 for e**f."""
+    It is computed as 2**n * e**f with f in [-ln 2 / 2, ln 2 / 2], with a polynomial of degree 7 for e**f."""
     clamped = _clamped(x)
     # not the usual trick of adding and subtracting 1.5 * 2**23, because sums that may be reordered cancel it out
     whole = _floor(clamped * float32(1.4426950408889634) + float32(0.5))
@@ -272,14 +273,14 @@ UNMIXED_BITS = 17  # number of low bits of a hash that its last step changes
 
 
 def mixed(builder: ir.IRBuilder, h: Any, shift: int = 32 - UNMIXED_BITS) -> Any:
-    """Returns h ^ (h >> shift) for a word, or a vector of words, of 32 bits without sign. With the default shift it is the last
-    step of hash_words."""
+    """Returns h ^ (h >> shift) for an unsigned 32-bit word, or a vector of these. With the default shift it is the last step of
+    hash_words."""
     return builder.xor(h, builder.lshr(h, constant(h.type, shift)))
 
 
 def unmixed_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
-    """Returns hash_words without its last step, for an index that is already multiplied by HASH_STEP (modulo 2**32). Its lowest
-    UNMIXED_BITS bits still change in the last step; those above are final."""
+    """Returns the result of hash_words before its last step. index: already multiplied by HASH_STEP (modulo 2**32). The last step
+    changes only the lowest UNMIXED_BITS bits of the result."""
 
     def times(h: Any, factor: int) -> Any:
         return builder.mul(h, constant(h.type, factor))
@@ -293,8 +294,8 @@ def unmixed_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> An
 
 
 def hash_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
-    """Returns 32 well mixed bits of (index, key0, key1), where each argument and the result are one word of 32 bits or a vector of
-    words: two rounds of a multiply-xorshift finaliser."""
+    """Returns a hash of (index, key0, key1): 32 well mixed bits, by two rounds of a multiply-xorshift finaliser. Each argument and
+    the result are 32-bit words, or vectors of them."""
     return mixed(builder, unmixed_words(builder, builder.mul(index, constant(index.type, HASH_STEP)), key0, key1))
 
 
@@ -316,12 +317,12 @@ def uniform(bits: int) -> float:
 
 @njit(inline="always", fastmath=FASTMATH)
 def exponential(bits: int) -> float:
-    """Returns -log(1 - (bits + 1/2) / 2**32) in float32, which makes a unit exponential random number from 32 uniform bits
-    (uint32).
+    """Returns an exponential random number of mean 1, made from 32 uniform bits (uint32): -log(1 - (bits + 1/2) / 2**32) in
+    float32.
 
-    It is never 0: a token with a time of 0 would win whatever its weight, once in 2**32 / V tokens of a vocabulary of V.
-
-    Small numbers decide races, so they keep their relative precision: a series below 1/64, else the logarithm of (1 - u)."""
+    The result is never 0, because a token with a time of 0 would win the race (race.py) whatever its weight. Small results decide
+    the race, so they keep their relative precision: for u = (bits + 1/2) / 2**32 below 1/64 a series is used, else the logarithm of
+    (1 - u)."""
     u = uniform(bits)
     series = u * (float32(1.0) + u * (float32(0.5) + u * (float32(0.33333334) + u * float32(0.25))))
     rest = max(float32(1.0) - u, float32(2.9802322e-8))
