@@ -1,8 +1,8 @@
-"""Lets the ranks of a split model on the CPU exchange partial results (tensor parallelism), through memory that their engines
+"""Exchanges partial results between the ranks of a split model on the CPU (tensor parallelism), through memory that their engines
 share.
 
-Compiled kernels do it (engine/cpu/kernels/ranks.py describes how). Until they are compiled, Python does the same in the same
-memory, so ranks with and without compiled kernels work together.
+Compiled kernels do this (engine/cpu/kernels/ranks.py describes how). Until they are compiled, Python does the same in the same
+memory, so that ranks with and without compiled kernels can work together.
 
 Shapes: T tokens or rows, W width, S ranks."""
 
@@ -31,16 +31,16 @@ _NUMPY_OF = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.ui
 
 
 class SharedRanks:
-    """The engine.contracts.ranks.Ranks of the `cpu` device, over memory that the engines of all ranks map. Only one thread may use
-    it at a time."""
+    """Implements engine.contracts.ranks.Ranks for the `cpu` device, through memory that the engines of all ranks map. Only one
+    thread may use an object at a time."""
 
     def __init__(self, ops: CpuOps, rank: int, size: int, broken: LongArray, memory: Any) -> None:
-        """rank: this rank.
+        """rank: the number of this rank.
         size: number of ranks.
         broken [1]: not 0 once the group has lost a device; other code writes it.
-        memory: uint8 array, aligned to 8 bytes, of as many bytes as engine.host.rank_memory.rank_memory_bytes returns, which were
-        all 0 before the first rank used them.
-        Raises ValueError for a rank or memory that does not fit `size`."""
+        memory: uint8 array that the ranks share, aligned to 8 bytes, with the number of bytes that
+        engine.host.rank_memory.rank_memory_bytes returns. All bytes must be 0 before the first rank uses it.
+        Raises ValueError if rank is not below size, or if memory has no size that fits `size` ranks."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
         self.rank, self.size = rank, size
@@ -86,7 +86,8 @@ class SharedRanks:
             raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
 
     def _sum(self, x: Tensor) -> None:
-        """Replaces those rows of x that are not padding by the sum of all ranks' rows, in Python, as the kernel sum_ranks does."""
+        """Replaces those rows of x that are not padding by the sum of all ranks' rows, as the kernel sum_ranks does, but in
+        Python."""
         values = x[: self._own[SUM_ROWS]].view(-1)
         for piece in values.split(self._buffer_bytes // x.element_size()):
             parts = self._exchange(piece)
@@ -98,8 +99,8 @@ class SharedRanks:
             piece.copy_(total)
 
     def _gather(self, part: Tensor, out: Tensor) -> None:
-        """Writes the columns that all ranks have computed (part: those of this rank) side by side to out, in Python, as the kernel
-        gather_ranks does. Rows of padding are not written."""
+        """Writes the columns that all ranks have computed side by side to out, as the kernel gather_ranks does, but in Python.
+        part: the columns of this rank. Rows of padding are not written."""
         num_rows = min(int(self._own[GATHER_ROWS]), len(part))
         room, at = self._buffer_bytes // part.element_size(), 0
         gathered = part.new_empty(self.size, num_rows * part.shape[1])
@@ -113,8 +114,8 @@ class SharedRanks:
         out[:num_rows].view(num_rows, self.size, -1).copy_(gathered.view(self.size, num_rows, -1).transpose(0, 1))
 
     def _exchange(self, piece: Tensor) -> list[Tensor] | None:
-        """Makes this rank's piece [n] readable for all ranks, waits for the pieces of all ranks, and returns these in the order of
-        the ranks, as views that are valid until the next exchange. Returns None if the group is broken."""
+        """Publishes this rank's piece [n], and waits until all ranks have published theirs. Returns all ranks' pieces in the order
+        of the ranks, as views that are valid until the next exchange; None if the group is broken."""
         turn = int(self._own[PIECES]) + 1
         self._own[PIECES] = turn
         buffers = torch.from_numpy(self._memory).view(piece.dtype).view(2 * self.size, -1)

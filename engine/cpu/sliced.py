@@ -1,5 +1,5 @@
-"""Computes a step of more tokens than the work space allows: layer by layer, and each layer slice by slice of the tokens. So
-prompts of any length can be computed while the weights are still being loaded (engine/lifecycle/first_step.py).
+"""Computes a step of more tokens than the work space allows: layer by layer, and each layer slice by slice of the tokens. This
+allows prompts of any length to be computed while the weights are still being loaded (engine/lifecycle/first_step.py).
 
 Shapes: T tokens of the whole step, W width."""
 
@@ -18,9 +18,9 @@ Layer = Callable[[Tensor | None, Tensor, HostBatch], Tensor | None]
 
 
 def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
-    """Cuts a plan into slices of at most max_tokens tokens, and returns these as plans, in order; their rows sample nothing. All
-    slices but the last have the same number of tokens, a multiple of 32 (of 8 if max_tokens is below 32, of 1 below 8), so no
-    padding is needed between them."""
+    """Cuts a plan into slices of at most max_tokens tokens, and returns them as plans, in order. Their rows sample nothing. All
+    slices but the last have the same number of tokens, which is a multiple of 32 if max_tokens allows it, else of 8 if possible;
+    such slices need no padding."""
     step = next((step for step in (32, 8) if max_tokens >= step), 1)
     size = max_tokens // step * step
     ends = np.cumsum(plan.num_new)
@@ -35,8 +35,8 @@ def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
 
 
 def in_slices(layers: Iterable[Layer], parts: Sequence[HostBatch]) -> Iterator[Layer]:
-    """Yields, for each of a model's layers, a layer that computes a whole step slice by slice. parts: the inputs of the slices,
-    whose tokens one after the other are the step's."""
+    """Yields, for each of a model's layers, a layer that computes a whole step slice by slice. parts: the inputs of the slices;
+    their tokens, one slice after the other, are those of the step."""
     for layer in layers:
         yield _Sliced(layer, parts)
 
@@ -48,9 +48,9 @@ class _Sliced:
         self._layer, self._parts = layer, parts
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: HostBatch) -> Tensor | None:
-        """Computes the layer for all T tokens of a step, and returns the new update [T, W], which the next layer adds to the
-        residual; None: nothing is to be added. update [T, W]: what the previous layer adds to the residual; None: nothing. The new
-        update is written to the memory of `update`, since each slice is read before it is written. residual [T, W]."""
+        """Computes the layer for all T tokens of a step, and returns the layer's update [T, W], which the next layer adds to the
+        residual; None: there is nothing to add. update [T, W]: the previous layer's update, in whose memory the new update is
+        written; None: there is nothing to add. residual [T, W]: changed in place by the layer."""
         out: Tensor | None = None
         begin = 0
         for part in self._parts:

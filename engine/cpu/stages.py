@@ -1,4 +1,4 @@
-"""Passes states (activations) between the stages of a pipeline on the CPU, through memory that their engines share.
+"""Passes states (activations) from one stage of a pipeline to the next on the CPU, through memory that their engines share.
 
 Shapes: T tokens, W width."""
 
@@ -14,8 +14,8 @@ from engine.memory.stage_states import state_rows
 
 
 class SharedStages:
-    """The engine.contracts.stages.Stages of the `cpu` device. link: the memory shared with the previous and the next stage. width,
-    dtype: those of the states. Calls of its methods may be part of recorded steps."""
+    """Implements engine.contracts.stages.Stages for the `cpu` device. link: the memory shared with the previous and the next stage.
+    width, dtype: width and dtype of the states. Its methods may be called within recorded steps."""
 
     def __init__(self, link: StageLink, width: int, dtype: torch.dtype) -> None:
         self._link, self._num_tokens, self._like = link, 0, torch.empty(0, width, dtype=dtype)
@@ -47,7 +47,7 @@ class SharedStages:
         self._link.send()
 
     def _rows(self, place: Bytes, states: tuple[Tensor, ...]) -> list[Tensor]:
-        """Returns, for each of the states, a view of the part of the memory `place` that holds the state's rows without padding."""
+        """Returns, for each of the states, a view of its rows in the memory `place`, without rows of padding."""
         return state_rows(torch.from_numpy(place), states, self._num_tokens)
 
 

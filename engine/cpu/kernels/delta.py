@@ -1,13 +1,14 @@
-"""The gated delta rule on the CPU (Numba), token by token, while a head's matrix stays in the first-level cache: linear attention
-(https://arxiv.org/abs/2412.06464), whose layers keep a state of a sequence instead of keys and values. Reference implementation:
-reference.gated_delta.
+"""The gated delta rule (linear attention, https://arxiv.org/abs/2412.06464) on the CPU (Numba). Its layers keep a state of each
+sequence instead of keys and values. Tokens are computed one by one, while a head's matrix stays in the first-level cache. Reference
+implementation: reference.gated_delta.
 
-Two kernels: the convolution over queries, keys and values, which also keeps its last columns in the state, and the rule itself with
-the norm and the gate of its output. Each has a serial form and one that is parallel over rows and heads.
+There are two kernels. delta_convolve computes the convolution over queries, keys and values, and keeps its last columns in the
+state. delta_rule computes the rule itself, with the norm and the gate of its output. Each has a serial form and one that is
+parallel over rows and heads.
 
 Shapes: T tokens, R rows, B blocks of a row, K key heads, V value heads, C columns of queries, keys and values, N tokens that the
-convolution sees, D dimensions of values. A state is [V, dimensions of keys, D], then the last N - 1 columns [N - 1, C], in float32.
-"""
+convolution reads, D dimensions of values. A state is [V, dimensions of keys, D], then the last N - 1 columns [N - 1, C], in
+float32."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def _silu(x: Any, like: Any) -> Any:
 
 @njit(**_HELPER)
 def _place(block: int, layers: int, layer: int, state_values: int) -> int:
-    """Returns the index in the flat array of states where a layer's state in a block begins. state_values: float32 numbers of one
-    state."""
+    """Returns the index in the flat array of states where the state of a layer in a block begins. state_values: number of values of
+    one state."""
     return (int64(block) * layers + layer) * state_values
 
 
@@ -58,11 +59,11 @@ def _place(block: int, layers: int, layer: int, state_values: int) -> int:
 def _convolve_lanes(
     x: Any, own: int, first: int, width: int, weights: Any, seen: Any, i: int, count: int, mixed: Any, to: int
 ) -> None:
-    """Convolves `count` columns (16 at most), from number i on, of one token, and writes silu of the result to mixed[to + i] and
-    what follows.
+    """Convolves `count` columns (16 at most), from number i on, of one token, and writes silu of the results to `mixed` from index
+    `to` + i on.
 
-    own: the index in x of the token's first column. first: how many tokens before it are in x, N - 1 at most; `seen` [N - 1, width]
-    has the columns of those before them. weights: [N, width], flat."""
+    own: the index in x of the token's first column. first: how many of the N - 1 tokens before it are in x. seen [N - 1, width]:
+    the columns of the N - 1 tokens before the step, from which the other earlier tokens are read. weights: [N, width], flat."""
     before = weights.shape[0] // width - 1
     total = load(x, own + i, count) * load(weights, before * width + i, count)
     for n in range(before):
@@ -91,9 +92,9 @@ def _convolve(
     width: int,
     mixed: Any,
 ) -> None:
-    """Convolves `width` columns of one row's tokens into mixed, and writes the last N - 1 columns to each state that the row has a
-    block for. start: the row's first token in the step. num: its tokens in the step. context: its positions after the step. The
-    other arguments are those of _delta_convolve."""
+    """Convolves `width` columns of one row's tokens into mixed. Also writes these columns of the last N - 1 tokens to each state
+    for which the row has a block. start: the row's first token in the step. num: its number of tokens in the step. context: its
+    number of positions after the step. The other arguments are those of _delta_convolve."""
     conv_width, before = mixed.shape[1], convolution.shape[1] - 1
     whole, first = width - width % LANES, context - num
     weights, seen = np.empty((before + 1) * width, np.float32), np.zeros(before * width, np.float32)
@@ -186,11 +187,11 @@ def _unit(values: Any, at: int, factor: Any, out: Any) -> None:
 def _advance_lanes(
     states: Any, place: int, width: int, query: Any, key: Any, mixed: Any, at: int, update: Any, keeps: Any, i: int, count: int
 ) -> Any:
-    """Brings `count` columns, from number i on, of a head's matrix [len(key), width], which begins at index `place` of states, to
-    the state after one token. Returns what the query reads of these columns, in lanes.
+    """Advances `count` columns, from number i on, of a head's matrix [len(key), width] in the state by one token, in place. The
+    matrix begins at index `place` of states. Returns, in lanes, the token's query times these columns.
 
     at: the index in mixed of the token's values of this head. keeps: the factor by which the matrix decays. update: the factor of
-    what is written."""
+    the change that the token writes."""
     read = lanes_of(float32(0.0))
     for d in range(key.shape[0]):
         read += load(states, place + d * width + i, count) * key[d]
@@ -238,9 +239,9 @@ def _row_of_head(
     columns: Any,
     out: Any,
 ) -> None:
-    """Computes the outputs of one row's tokens for one value head, and brings the row's states up to date. decay, step_bias: those
-    of the head. blocks [B]: the row's block table. start, num, context: the row's first token in the step, its tokens in the step,
-    and its positions after it. The other arguments are those of _delta_rule."""
+    """Computes the outputs of one row's tokens for one value head, and writes the row's new states. decay, step_bias: numbers of
+    this head. blocks [B]: the row's block table. start, num, context: the row's first token in the step, its number of tokens in
+    the step, and its number of positions after the step. The other arguments are those of _delta_rule."""
     key_dim, width = sizes[2], sizes[3]
     served = sizes[1] // sizes[0]
     key_head, number = head // served, head % served

@@ -1,7 +1,7 @@
-"""The CPU kernels as engine/cpu/ops.py calls them, each for one element type at a time; engine/cpu/kernel_units.py compiles them.
+"""The CPU kernels as engine/cpu/ops.py calls them. Each kernel has a compiled variant for each element type;
+engine/cpu/kernel_units.py compiles them.
 
-The cache folder and the threading layer must be set before this module is imported.
-"""
+The cache folder and the threading layer must be set before this module is imported."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ _thread = _Thread()
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Sets how many threads share the work of the kernels that the calling thread calls. A number above the count of cores that
-    Numba started with is lowered to that."""
+    """Sets how many threads share the work of the kernels that the calling thread calls: num_threads, or the number of cores that
+    Numba started with if that is lower."""
     num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
     if _thread.num_threads != num_threads:
         _thread.num_threads = num_threads
@@ -181,22 +181,23 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def _uses_tiles(out: Any, block_tokens: int, head_dim: int) -> bool:
-    """Returns whether AMX computes attention with keys in blocks of block_tokens positions of head_dim elements. It does so only
-    for bfloat16, which the results `out` tell."""
+    """Returns whether attention is computed with AMX, for keys in blocks of block_tokens positions of head_dim elements: the
+    elements of `out`, the results, are bfloat16, the keys fit tiles, and this process may use AMX."""
     return out.itemsize == 2 and fits_tiles(block_tokens, head_dim) and may_use_tiles()
 
 
 @dataclass(slots=True, frozen=True)
 class Forms:
-    """A kernel compiled in two forms: `serial` for one thread and `parallel` for all threads that share work. A call runs one of
-    them. is_shared: tells from a call's arguments whether the call is worth waking the other threads."""
+    """A kernel compiled in two forms: `serial` for one thread, and `parallel` for all threads that share work. A call runs one of
+    the two forms. is_shared: returns, from a call's arguments, whether the work is large enough to wake the other threads."""
 
     serial: Any
     parallel: Any
     is_shared: Callable[[Sequence[Any]], bool]
 
     def due(self, args: Sequence[Any]) -> Any:
-        """Returns the form that a call with these arguments runs. It is the same each time a recorded call is repeated."""
+        """Returns the form of the kernel that a call with these arguments runs. For equal arguments the form is always the same,
+        also when a recorded call is repeated."""
         return self.parallel if self.is_shared(args) else self.serial
 
     def __call__(self, *args: Any) -> None:
@@ -204,8 +205,8 @@ class Forms:
 
 
 def num_shares() -> int:
-    """Returns the number of parts into which the kernels of the calling thread cut work that several threads share: one for each
-    thread."""
+    """Returns the number of parts into which the calling thread's kernels cut work that threads share: the number of threads set by
+    set_num_threads."""
     return _thread.num_threads
 
 
@@ -218,8 +219,8 @@ def _shares_widening(weight: Any) -> bool:
 
 
 def _shares_experts(x: Any, weight: Any) -> bool:
-    """Tells whether the threads share the products of rows x [P, K], sorted by expert, with experts' weights [E, N, K], from the
-    bytes of the weights that are read: of E experts, or of P if there are fewer rows."""
+    """Returns whether threads share the products of rows x [P, K], sorted by expert, with experts' weights [E, N, K]. They do if
+    enough bytes of weights are read: those of E experts, or of P experts if P is smaller."""
     return _thread.num_threads > 1 and weight[0].nbytes * min(len(weight), len(x)) >= _SHARED_EXPERTS
 
 
@@ -228,11 +229,12 @@ def _shares_tiles(weight: Any) -> bool:
 
 
 class Attention:
-    """A kernel of attention in its forms for one thread and for all. It is called with the compiled kernel's arguments, except
-    use_tiles and num_shares, which follow from the others.
+    """A kernel of attention in two forms, for one thread and for all. A call takes the compiled kernel's arguments without
+    use_tiles and num_shares, which it computes from the others.
 
-    Before `out`, the last one, a further argument is given: attended [1] int64, the number of positions that all tokens of the step
-    together attend to. It decides whether threads share the work, so this may change from step to step."""
+    A call has one more argument, the last but one, just before `out`: attended [1] int64, an upper bound on the number of positions
+    to which all tokens of the step together attend. From this number the call decides whether threads share the work, so a recorded
+    call may run another form in each step."""
 
     def __call__(self, *args: Any) -> None:
         kernel, own = self.forms(args)[self.is_shared(args)]
@@ -243,19 +245,19 @@ class Attention:
         return _thread.num_threads > 1 and int(attended[0]) * out.shape[1] >= _SHARED_ATTENTION
 
     def depends_on(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns a key of what is_shared depends on, besides the thread's settings: calls with equal keys are, in every step,
-        either all shared or none of them."""
+        """Returns a key for the arguments on which is_shared depends. In any step, is_shared returns the same for all calls with
+        equal keys."""
         attended, out = args[-2:]
         return attended.ctypes.data, out.shape[1]
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
-        """Returns (kernel, arguments) for one thread, and (kernel, arguments) for all threads. args: what the object is called
-        with."""
+        """Returns two pairs (kernel, arguments): the compiled kernel for one thread with its arguments, and the one for all threads
+        with its arguments. args: the arguments of a call of this object."""
         raise NotImplementedError
 
 
 class PagedAttention(Attention):
-    """Attention that is computed for each query token alone (attention.py), as decode needs it."""
+    """Attention that is computed for each query token by itself (attention.py), for decode and other rows with few new tokens."""
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
         *before, _, out = args
@@ -268,8 +270,8 @@ class PagedAttention(Attention):
 
 
 class PrefillAttention(Attention):
-    """Attention of rows with many new tokens, tiles of several tokens at a time (prefill.py, or amx_prefill.py where AMX tiles
-    fit)."""
+    """Attention of rows with many new tokens, computed for several query tokens at a time (prefill.py, or amx_prefill.py where AMX
+    can be used)."""
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
         *before, _, out = args
@@ -310,22 +312,22 @@ def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: 
 
 
 def packed_rows(num_outputs: int, num_inputs: int) -> int:
-    """Returns up to how many rows packed_linear multiplies with a packed matrix of bfloat16 weights; more are faster with a matrix
-    that is unpacked for all of them."""
+    """Returns the most rows that packed_linear should multiply with a packed matrix of bfloat16 weights. For more rows it is faster
+    to unpack the weights first."""
     if num_outputs < linear.MIN_OUTPUTS:
         return 0
     return _VECTOR_ROWS if _fits_panels(num_inputs * 2, num_outputs) else PACKED_ROWS
 
 
 def fp8_linear_kernel(num_rows: int, num_outputs: int, dtype: str) -> Any:
-    """Returns the kernel (Forms) that multiplies num_rows rows of dtype with FP8 weights as they are, or None where it is faster to
-    widen the weights first, or where there are no rows or fewer outputs than the kernel can take."""
+    """Returns the kernel (Forms) that multiplies num_rows rows of dtype with FP8 weights without widening them first. Returns None
+    if widening them first is faster, if there are no rows, or if there are fewer outputs than the kernel can take."""
     return fp8_linear if 0 < num_rows <= FEW_ROWS_FP8[dtype] and num_outputs >= linear.MIN_OUTPUTS else None
 
 
 def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
     """Returns the kernel (Forms) that multiplies rows of dtype, sorted by expert, with their experts' weights, and the most rows of
-    an expert that it multiplies: 0 if num_outputs is less than the kernel can take."""
+    an expert that this kernel should multiply. The latter is 0 if num_outputs is less than the kernel can take."""
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         kernel, most_rows = grouped_widened_linear, FEW_WIDENED_ROWS
     else:
@@ -334,14 +336,14 @@ def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
 
 
 def grouped_four_bits_rows(num_outputs: int, dtype: str) -> int:
-    """Returns up to how many rows of an expert grouped_four_bits_linear is faster than widening the expert's weights first: 0 if
-    num_outputs is less than the kernel can take."""
+    """Returns the most rows of an expert that grouped_four_bits_linear should multiply; for more rows it is faster to widen the
+    expert's weights first. 0 if num_outputs is less than the kernel can take."""
     return FOUR_BITS_ROWS[dtype] if num_outputs >= four_bits_tiles.OUTPUTS else 0
 
 
 def grouped_fp8_rows(num_outputs: int, dtype: str) -> int:
-    """Returns up to how many rows of an expert grouped_fp8_linear multiplies FP8 weights as they are: 0 if num_outputs is less than
-    the kernel can take."""
+    """Returns the most rows of an expert that grouped_fp8_linear should multiply with FP8 weights; for more rows it is faster to
+    widen the expert's weights first. 0 if num_outputs is less than the kernel can take."""
     return FEW_ROWS_FP8[dtype] if num_outputs >= linear.MIN_OUTPUTS else 0
 
 
@@ -350,8 +352,8 @@ def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
 
 
 def sampling_shares(logits: Any) -> int:
-    """Returns the number of shares into which the rows of logits [N, V] are dealt out to threads for sampling: 1 if that is too
-    little work to wake other threads."""
+    """Returns the number of shares into which the rows of logits [N, V] are divided among threads for sampling; 1 if the work is
+    too small to wake other threads."""
     return min(_thread.num_threads, len(logits)) if _deals_out_logits(logits) else 1
 
 
@@ -364,8 +366,8 @@ def _deals_out_rows(x: Any) -> bool:
 
 
 def _shares_states(args: Sequence[Any]) -> bool:
-    """Tells whether the threads share the work of delta_rule with these arguments, from the number of tokens times the numbers of
-    one layer's state."""
+    """Returns whether threads share the work of delta_rule with these arguments. They do if the number of tokens times the number
+    of values of one layer's state is large enough."""
     state_values, out = args[10], args[-1]
     return _thread.num_threads > 1 and len(out) * state_values >= _SHARED_STATES
 

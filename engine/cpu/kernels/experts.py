@@ -33,11 +33,12 @@ ROUTE_BY_SIGMOID = void(
 
 @njit(**_HELPER)
 def _insert(score: Any, number: int, found: int, chosen: Any, best: Any) -> int:
-    """Inserts `number`, whose score is `score`, into chosen [C] if the score is among the C highest so far. best [C] holds the
-    scores of those chosen, and both are sorted, the highest first; of equal scores the earlier insertion stays first.
+    """Inserts `number`, with its score, into chosen [C] if its score is among the C highest so far. Returns how many numbers are
+    chosen afterwards.
 
-    found: how many are chosen so far. Returns how many are chosen then. While fewer than C are chosen, every number is, even with a
-    score that is NaN, so of C or more numbers C are chosen."""
+    best [C]: the scores of the chosen numbers. Both arrays are sorted, the highest score first; of equal scores the one that was
+    inserted earlier comes first. found: how many numbers were chosen before this call. While fewer than C are chosen, every number
+    is inserted, even if its score is NaN."""
     num_chosen = best.shape[0]
     if found < num_chosen:
         at, found = found, found + 1
@@ -54,8 +55,8 @@ def _insert(score: Any, number: int, found: int, chosen: Any, best: Any) -> int:
 
 @njit(**_HELPER)
 def _choose(scores: Any, token: int, num_experts: int, chosen: Any, best: Any) -> None:
-    """Writes the C experts with the highest of a token's scores [token, :num_experts] to its row of chosen [T, C], and their scores
-    to best [C], the highest first."""
+    """Writes the C experts with the highest scores of one token to its row of chosen [T, C], and these scores to best [C], the
+    highest first. scores: row `token`, columns below num_experts, are the token's scores."""
     found = 0
     for expert in range(num_experts):
         found = _insert(widen(scores[token, expert]), expert, found, chosen[token], best)
@@ -83,9 +84,9 @@ def _count(chosen: Any, following: Any) -> None:
 
 @njit(**_HELPER)
 def _sort_pairs(slots: Any, places: Any, following: Any, firsts: Any, tokens: Any, counts: Any) -> None:
-    """Sorts the pairs of a token and an expert by expert: fills firsts [E + 1] and tokens [P], and replaces the experts in places
-    [T, C] by the rows that their pairs got, as comments in _route say. following [E]: how many rows each expert has; it is added
-    to counts [E], unless that is empty, and overwritten."""
+    """Sorts the pairs of a token and an expert by expert, so that each pair gets a row. Fills firsts [E + 1] and tokens [P] as
+    comments in _route describe, and replaces each expert in places [T, C] by the row of the pair. following [E]: number of rows of
+    each expert; overwritten. counts [E]: these numbers are added to it; [0]: they are not."""
     num_tokens, num_chosen = places.shape
     num_rows, num_experts = int32(0), following.shape[0]
     for expert in range(counts.shape[0]):
@@ -134,8 +135,8 @@ def _route(
 
 @njit(**_HELPER)
 def _choose_groups(merits: Any, by_best: bool, chosen: Any, best: Any) -> None:
-    """Writes to chosen [C] the C groups whose two highest merits have the highest sums, the best first, and these sums to best [C].
-    merits: [groups, experts of a group]. by_best: the highest merit of a group counts alone."""
+    """Writes to chosen [C] the C best groups, the best first, and their merits to best [C]. The merit of a group is the sum of its
+    two highest numbers in merits [groups, experts of a group], or with by_best its highest number."""
     found = 0
     for group in range(merits.shape[0]):
         first, second = merits[group, 0], merits[group, 1]
@@ -152,7 +153,7 @@ def _choose_groups(merits: Any, by_best: bool, chosen: Any, best: Any) -> None:
 
 @njit(**_HELPER)
 def _score(logits: Any, by_softmax: bool, scores: Any) -> None:
-    """Writes the sigmoids of logits [E], or with by_softmax their softmax, to scores [E], in float32."""
+    """Writes to scores [E] float32 the sigmoids of logits [E]; with by_softmax their softmax instead."""
     if not by_softmax:
         for expert in range(scores.shape[0]):
             scores[expert] = float32(1.0) / (float32(1.0) + np.exp(-logits[expert]))

@@ -1,12 +1,11 @@
-"""Products with weights of four bits, MXFP4, NVFP4 or INT4 (Numba): of few rows, which are sorted by expert, with the matrices of
-their experts; and the widening of such matrices for many rows, which other kernels then multiply. A matrix outside of a mixture of
-experts is passed as that of a single expert.
+"""Products with weights of four bits (MXFP4, NVFP4 or INT4) on the CPU (Numba). One kernel multiplies few rows, which are sorted by
+expert, with the matrices of their experts. Another widens such matrices for many rows, which other kernels then multiply. A matrix
+outside of a mixture of experts is passed as the matrix of a single expert.
 
 Weights are read once, as they are stored, and widened in registers (four_bits_tiles.py). Work is shared as in grouped_linear.py.
 
 Shapes: P rows, E experts, K inputs (a multiple of 32), N outputs (4 at least), G scales of an output. Reference implementations:
-reference.experts, reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
-"""
+reference.experts, reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def _spread_rows(x: Any, rows: Any) -> None:
 
 
 def _rows_for_tiles(x: Any) -> Any:
-    """Returns rows [R, K] as four_bits_tile takes them: the same array if the processor multiplies its bfloat16, else a float32
-    copy in the order of spread_group. Numba compiles calls of this function as _rows_for_tiles_of says."""
+    """Returns rows [R, K] in the form that four_bits_tile takes: bfloat16 unchanged if the processor multiplies bfloat16, else a
+    float32 copy in the order of spread_group. Numba compiles a call of this function as _rows_for_tiles_of says."""
 
 
 @overload(_rows_for_tiles, jit_options=_HELPER)
@@ -69,9 +68,8 @@ def _rows_for_tiles_of(x: Any) -> Any:
 
 
 def _weigh(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> None:
-    """Multiplies the factors of an output, `num` each, by zeros[output], for all outputs in `factors` from number `output` on, if
-    the weights are NVFP4, whose outputs have a factor each; else does nothing. Numba compiles calls of this function as _weigh_of
-    says."""
+    """Multiplies the factors in `factors`, `num` for each output from number `output` on, by the output's own factor in zeros, if
+    the weights are NVFP4; does nothing for other formats. Numba compiles a call of this function as _weigh_of says."""
 
 
 @overload(_weigh, jit_options=_HELPER)
@@ -93,8 +91,8 @@ def _weigh_of(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> A
 
 
 def _write_for_tiles(rows: Any, scales: Any, zeros: Any, halves: bool, output: int, num: int, factors: Any) -> None:
-    """Writes the factors of OUTPUTS outputs from number `output` on, `num` each, to `factors` as four_bits_tile takes them for
-    these rows. Numba compiles calls of this function as _write_for_tiles_of says."""
+    """Writes the factors of OUTPUTS outputs, from number `output` on, to `factors`, in the form that four_bits_tile takes for these
+    rows. num: number of factors of each output. Numba compiles a call of this function as _write_for_tiles_of says."""
 
 
 @overload(_write_for_tiles, jit_options=_HELPER)
@@ -115,8 +113,9 @@ def _write_for_tiles_of(rows: Any, scales: Any, zeros: Any, halves: bool, output
 
 @njit(**_HELPER)
 def _shift(group: int, num_inputs: int) -> int:
-    """Returns by how many bits the number of a group of 32 inputs is shifted right to give the number of its scale. group: how many
-    inputs share a scale: a power of two from 32 on, or num_inputs, for which all numbers become 0; 16 (NVFP4): no shift."""
+    """Returns a number of bits s, so that the scale of group number g of 32 inputs is number g >> s. group: how many inputs share a
+    scale: a power of two from 32 on, or num_inputs, for which g >> s is always 0. For 16 (NVFP4, where a group has two scales) the
+    result is 0 and not used."""
     if group >= num_inputs:
         return 63
     shift = 0
@@ -142,8 +141,8 @@ def _multiply(
     ahead: int,
     folded: Any,
 ) -> int:
-    """Multiplies the next 1 to 4 of num_rows rows of x, from index x_at on, with a panel of OUTPUTS outputs' weights, and writes
-    the results to folded. Returns how many rows these are. The other arguments are those of four_bits_tile."""
+    """Multiplies up to 4 of the num_rows rows of x, from index x_at on, with the weights of OUTPUTS outputs, and writes the results
+    to folded. Returns the number of rows that were multiplied. The other arguments are those of four_bits_tile."""
     if num_rows == 1 or ROWS == 1:
         _one_row(x, x_at, blocks, at, scales, zeros, zeros_at, factors, num_factors, shift, groups, ahead, folded)
         return 1
@@ -172,9 +171,9 @@ def _stripe(
     begin: int,
     out: Any,
 ) -> None:
-    """Computes _STRIPE outputs from `begin` on, or as many as there are, of one expert's rows into out [R, N]. at: the index of the
-    expert's first output among all experts' outputs. bias: [N], or [0] for none. factors [OUTPUTS * G] and folded [ROWS * OUTPUTS]
-    are work space. The other arguments are those of _grouped_four_bits_linear."""
+    """Computes up to _STRIPE outputs, from `begin` on, of one expert's rows into out [R, N]. at: the index of the expert's first
+    output among all experts' outputs. bias: [N], or [0] for none. factors [OUTPUTS * G] and folded [ROWS * OUTPUTS] are work space.
+    The other arguments are those of _grouped_four_bits_linear."""
     num_rows, groups = rows.shape[0], rows.shape[1] // GROUP
     num_factors, shift = factors.shape[0] // OUTPUTS, _shift(group, rows.shape[1])
     panel_bytes = OUTPUTS * groups * GROUP_BYTES

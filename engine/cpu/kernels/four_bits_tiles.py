@@ -1,19 +1,20 @@
 """Generates the inner loops of products with weights of four bits, which are widened in registers, and of widening whole matrices.
-The element type of the array of scales tells what the weights are: MXFP4 (uint8; loader/formats/mxfp4.py), INT4 (16 bits;
-loader/formats/int4_layout.py), or NVFP4 (int8, codes of e4m3; loader/formats/stored_nvfp4.py). The element type of the array of
-zero points tells whether INT4 has any: uint8 if so, and int8 if there are none, when the array is not read. With NVFP4 this array
-holds each output's own factor, in float32.
+
+The element type of the array of scales tells the format: uint8 for MXFP4 (loader/formats/mxfp4.py), 16 bits for INT4
+(loader/formats/int4_layout.py), int8 (codes of e4m3) for NVFP4 (loader/formats/stored_nvfp4.py). The array of zero points is uint8
+if the format is INT4 with zero points, float32 with each output's own factor for NVFP4, and otherwise int8 and not read.
 
 A group of 32 weights is 16 bytes: weights of even index are in the low halves of the bytes, those of odd index in the high halves.
-In NVFP4, which has a scale for each 16 weights, the first of a group's two scales belongs to the first 8 bytes. Half a byte is
-turned into its number by a table of 16 float32 or 32 bfloat16 with AVX-512 (for INT4 one table for each zero point). Elsewhere INT4
-takes a subtraction, and the other two a table of 16 bytes with AVX2 and NEON, or comparisons. Tables hold twice the numbers of
-MXFP4 and NVFP4, which are whole, and the factors made of their scales are halved. The dot product of a group is multiplied with the
-factor of its scale, in NVFP4 each half with its own. MXFP4's scales are powers of two: where the processor multiplies bfloat16,
-they are added to the exponents of the group's table instead, once for all rows, and nothing is multiplied with them.
+NVFP4 has a scale for each 16 weights, so a group has two scales; the first belongs to the first 8 bytes.
 
-The code is generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
-"""
+Half a byte is turned into its number by a table of 16 float32 or 32 bfloat16 with AVX-512 (for INT4 one table for each zero point).
+On other processors INT4 takes a subtraction; MXFP4 and NVFP4 take a table of 16 bytes with AVX2 and NEON, else comparisons. For
+MXFP4 and NVFP4 the tables hold twice the numbers, because these are whole, and the factors made of their scales are halved.
+
+The dot product of a group is multiplied with the factor of its scale, in NVFP4 each half with its own factor. MXFP4's scales are
+powers of two: on processors that multiply bfloat16 they are added to the exponents in the group's table instead, once for all rows.
+
+The loops are generated as LLVM code because Numba's vectoriser does not keep a tile's sums in registers (see vectors.py)."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def _has_zeros(zeros: types.Array) -> bool:
 
 
 def _tables(builder: ir.IRBuilder, paired: bool) -> Any:
-    """Emits the tables of INT4's numbers as a global constant and returns a pointer to it: for each of 17 zero points 32 bfloat16
-    (the 16 numbers twice) if paired, else 16 float32."""
+    """Emits INT4's tables as a global constant and returns a pointer to them: for each zero point from 0 to 16 the numbers of the
+    16 codes, as 32 bfloat16 (the numbers twice) if paired, else as 16 float32."""
     numbers = [[code - zero for code in range(16)] for zero in range(_MOST_ZERO + 1)]
     if paired:
         tables = [ir.Constant(_WORDS, [_bfloat16_bits(value) for value in table * 2]) for table in numbers]
@@ -93,9 +94,9 @@ def _load_zero(builder: ir.IRBuilder, zeros: Any, at: Any) -> Any:
 
 
 def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any, exponents: Any = None) -> Any:
-    """Returns the 32 numbers that 16 bytes (packed) hold as 16 pairs of bfloat16; of MXFP4 and NVFP4 twice the numbers. tables:
-    what _tables returned; zero: the zero point. Both are None where there are no zero points. exponents: for MXFP4, what
-    write_exponents wrote for the group; the numbers are multiplied accordingly; None: they are not."""
+    """Returns the numbers of the 32 codes in 16 bytes (packed) as 16 pairs of bfloat16; for MXFP4 and NVFP4 twice the numbers.
+    tables, zero: the result of _tables and the zero point; None if there are no zero points. exponents: the word that
+    write_exponents wrote for the group (only MXFP4), by which the numbers are multiplied; None: they are not multiplied."""
     words = builder.zext(packed, PAIRS)
     index = builder.bitcast(builder.or_(words, builder.shl(words, vector(PAIRS, 12))), _WORDS)
     # of an index the lowest five bits count, of which the fifth is another number's
@@ -112,9 +113,9 @@ def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero:
 
 
 def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> tuple[Any, Any]:
-    """Returns the 32 numbers that 16 bytes (packed) hold as two vectors of float32, those of even index and those of odd index; of
-    MXFP4 and NVFP4 twice the numbers. tables: what _tables returned, or None without AVX-512; zero: the zero point. Both are None
-    where there are no zero points."""
+    """Returns the numbers of the 32 codes in 16 bytes (packed) as two vectors of float32, first those of even index, then those of
+    odd index; for MXFP4 and NVFP4 twice the numbers. tables, zero: the result of _tables and the zero point; None if there are no
+    zero points. tables is also None without AVX-512."""
     if _HAS_WIDE_TABLES:
         table = ir.Constant(SUMS, [float(value) for value in (_INT4 if is_int4 else _DOUBLED)])
         if zero is not None:
@@ -134,8 +135,8 @@ def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero
 
 
 def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
-    """Returns twice the numbers that 16 codes of four bits (index, a byte from 0 to 15 each) stand for in MXFP4 and NVFP4, as
-    signed bytes."""
+    """Returns twice the numbers of 16 four-bit codes of MXFP4 and NVFP4, as signed bytes. index: the codes, one in each of 16
+    bytes."""
     table = ir.Constant(_BYTES, list(_DOUBLED))
     kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
     for kernel, name in (
@@ -156,7 +157,8 @@ def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
 
 
 def _halved_powers(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> Any:
-    """Returns half of 2**(word - 127), the factors of MXFP4's scales, for words from 0 to 254, as a vector of type floats."""
+    """Returns the factors of MXFP4's scales, halved: half of 2**(word - 127), for words from 0 to 254, as a vector of type
+    floats."""
     bits = builder.shl(words, vector(words.type, 23))
     # 2**-127 has no exponent of its own
     bits = builder.select(builder.icmp_unsigned("==", bits, vector(words.type, 0)), vector(words.type, 0x00400000), bits)
@@ -164,8 +166,8 @@ def _halved_powers(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> 
 
 
 def _halved_codes(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> Any:
-    """Returns half of the numbers that words stand for as codes of e4m3, the factors of NVFP4's scales, as a vector of type floats.
-    NaN is not allowed."""
+    """Returns the factors of NVFP4's scales, halved: half of the numbers whose e4m3 codes the words are, as a vector of type
+    floats. NaN is not allowed."""
     # the bias of float32's exponent is 120 more; numbers without a leading one follow the same rule
     size = builder.bitcast(builder.shl(builder.and_(words, vector(words.type, 0x7F)), vector(words.type, 20)), floats)
     sign = builder.shl(builder.and_(words, vector(words.type, 0x80)), vector(words.type, 24))
@@ -174,7 +176,7 @@ def _halved_codes(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> A
 
 
 def _short_floats(builder: ir.IRBuilder, words: Any, halves: Any, floats: ir.VectorType) -> Any:
-    """Returns the numbers with these bits, one number of 16 bits in each word, as float32. halves (i1): they are float16, else
+    """Returns numbers of 16 bits as float32. words: the bits of one number in each word. halves (i1): the numbers are float16, else
     bfloat16. NaN and infinity are not allowed."""
     longer = builder.bitcast(builder.shl(words, vector(words.type, 16)), floats)
     # the bias of float32's exponent is 112 more; numbers without a leading one follow the same rule
@@ -185,8 +187,8 @@ def _short_floats(builder: ir.IRBuilder, words: Any, halves: Any, floats: ir.Vec
 
 
 def _group_factors(builder: ir.IRBuilder, factors: Any, at: Any, scales: types.Array) -> Any:
-    """Returns the 16 lanes by which the products of a group are multiplied: all of them the factor at index `at`, or with NVFP4
-    that factor in the first 8 lanes and the next one in the others."""
+    """Returns 16 lanes, by which the products of a group are multiplied. All lanes hold the factor at index `at`; for NVFP4 the
+    first 8 lanes hold this factor and the other 8 the next one."""
     if not is_nvfp4(scales):
         return splat(builder, builder.load(builder.gep(factors, [at])), SUMS)
     both = builder.load(_pointer(builder, factors, at, ir.VectorType(FLOAT, 2)), align=4)
@@ -194,7 +196,8 @@ def _group_factors(builder: ir.IRBuilder, factors: Any, at: Any, scales: types.A
 
 
 def _for_lanes(builder: ir.IRBuilder, num: Any, write: Callable[[Any, int], None]) -> None:
-    """Emits write(k, lanes) for the numbers k from 0 on, below num: for LANES of them at a time, and one by one for the rest."""
+    """Emits loops that run write(k, lanes) for all numbers k from 0 to below num: in steps of LANES numbers (lanes = LANES), then
+    one by one for the remaining numbers (lanes = 1)."""
     whole = builder.sub(num, builder.urem(num, I64(LANES)))
     with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES)) as (k, _):
         write(k, LANES)
@@ -204,9 +207,9 @@ def _for_lanes(builder: ir.IRBuilder, num: Any, write: Callable[[Any, int], None
 
 @intrinsic
 def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves: Any, factors: Any, to: Any) -> Any:
-    """Writes the factors (float32) of `count` scales from index `at` on to factors from index `to` on: the scales themselves with
-    INT4, and half of them with MXFP4 and NVFP4. With NVFP4 they must still be multiplied with each output's own factor. halves:
-    scales of 16 bits are float16, else bfloat16."""
+    """Writes the factors (float32) of `count` scales, from index `at` on, to factors from index `to` on. A factor is the scale
+    itself for INT4, and half of it for MXFP4 and NVFP4; for NVFP4 the caller must still multiply it by the output's own factor.
+    halves: scales of 16 bits are float16, else bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))
@@ -232,9 +235,10 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves:
 
 @intrinsic
 def write_exponents(typing_context: Any, scales: Any, at: Any, count: Any, factors: Any) -> Any:
-    """Writes what four_bits_tile takes in place of factors for MXFP4 and bfloat16 rows: for each of `count` scales (uint8) from
-    index `at` on a word in `factors` (float32), from its begin on. Added to two bfloat16 it multiplies both by half of the scale's
-    factor. Scales below 2**-125 and above 2**125 are taken as these, so that no bfloat16 number's exponent overflows."""
+    """Writes one word for each of `count` scales (uint8), from index `at` on, to the beginning of `factors` (float32). For MXFP4
+    with bfloat16 rows, four_bits_tile takes these words in place of factors. Added to the bits of two bfloat16, a word multiplies
+    both numbers by half of the scale. Scales are clamped to between 2**-125 and 2**125, so that no bfloat16 number's exponent
+    overflows."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3))
@@ -257,7 +261,8 @@ def write_exponents(typing_context: Any, scales: Any, at: Any, count: Any, facto
 
 
 def moves_exponents(element: types.Type, scales: types.Array) -> bool:
-    """Returns whether four_bits_tile takes what write_exponents writes: for rows of this element type and these scales' weights."""
+    """Returns whether four_bits_tile takes the words of write_exponents in place of factors: for MXFP4 scales, and rows of this
+    element type if takes_pairs returns True for it."""
     return takes_pairs(element) and bool(scales.dtype == types.uint8)
 
 
@@ -266,11 +271,14 @@ def four_bits_tile(num_rows: int) -> Any:
     folded) for kernels. It multiplies num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output
     n, float32, to folded[r * OUTPUTS + n].
 
-    x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_group leaves
-    them. blocks: bytes, those of the outputs end to end from index blocks_at on. scales: not read; their type tells the weights'.
-    factors: [OUTPUTS, num_factors]; group g of 32 weights has number g >> shift, or in NVFP4 2 g and the next one; where
-    moves_exponents says so, what write_exponents wrote. zeros: likewise, from index zeros_at on. As many bytes as the weights take
-    that lie `ahead` bytes after them are prefetched meanwhile."""
+    x: the rows lie end to end from index x_at on, num_groups * 32 elements each: bfloat16 bits, or float32 in the order of
+    spread_group.
+    blocks: the weights' bytes, those of all outputs end to end from index blocks_at on.
+    scales: not read; its element type tells the weights' format.
+    factors: [OUTPUTS, num_factors]. Group g of 32 weights has the factor with index g >> shift of its output; for NVFP4 it has two,
+    2 g and 2 g + 1. If moves_exponents returns True, these are the words of write_exponents.
+    zeros: the zero points, in the same order, from index zeros_at on.
+    ahead: the bytes at this distance after the weights, as many as the weights take, are prefetched meanwhile."""
 
     @intrinsic
     def tile(
@@ -386,7 +394,7 @@ def widen_group(
 ) -> Any:
     """Writes the 32 weights of a group, whose 16 bytes begin at index `at` of blocks, to out (float32, or bfloat16 bits) from index
     `to` on. scales, zeros: as in four_bits_tile. zero_at: the index in zeros of the group's zero point. factor_at: the index in
-    factors of its factor, or with NVFP4 of the first of its two."""
+    factors of the group's factor, or for NVFP4 of the first of its two factors."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, zero_points, made, target = (
@@ -415,8 +423,8 @@ def widen_group(
 
 
 def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, rounds: bool) -> Any:
-    """Returns two vectors of float32, the numbers of even and of odd index, as one vector of bfloat16 pairs in the order of the
-    index. rounds: round the numbers to bfloat16; else they must be exact in it."""
+    """Returns one vector of 16 bfloat16 pairs, in the order of the index, from two vectors of float32: the numbers of even and of
+    odd index. rounds: whether to round the numbers to bfloat16; False: bfloat16 represents all of them exactly."""
     if rounds:
         low, high = (builder.zext(narrow_bits(builder, part), PAIRS) for part in (even, odd))
         return builder.or_(low, builder.shl(high, vector(PAIRS, 16)))
@@ -426,6 +434,6 @@ def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, rounds: bool) -> An
 
 
 def takes_pairs(element: types.Type) -> bool:
-    """Returns whether four_bits_tile takes rows of this element type as they are (bfloat16 where the processor multiplies that);
-    others are copied by spread_group first."""
+    """Returns whether four_bits_tile takes rows of this element type unchanged: they are bfloat16 and the processor multiplies
+    bfloat16. Other rows must be copied by spread_group first."""
     return HAS_BFLOAT16_PRODUCTS and element == types.uint16

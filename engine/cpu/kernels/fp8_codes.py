@@ -2,9 +2,9 @@
 the numbers that the codes stand for, because the biases of the exponents differ; callers multiply with FACTOR together with a
 scale.
 
-A code's exponent and mantissa move to their places in a wider type by a shift. Numbers below 2**-6, whose exponent is 0, have no
-leading one: there float16 has the same rule, a permutation looks bfloat16 bits up, and elsewhere a subtraction takes the one away.
-"""
+A shift moves a code's exponent and mantissa to their places in the wider type. Numbers below 2**-6 (exponent 0) have no leading one
+and need more: in bfloat16 the bits are looked up in a table; in float32 the leading one is subtracted again, or the codes are
+converted by way of float16, whose small numbers follow the same rule."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _SMALL = [_bfloat16_bits(m * 2.0**-9 / FACTOR) - (m << 4) for m in range(8)] + [
 
 
 def codes_as_pairs(builder: ir.IRBuilder, codes: Any) -> Any:
-    """Returns the numbers of 32 codes, divided by FACTOR, as 16 pairs of bfloat16, for processors that multiply these (and so have
-    AVX-512)."""
+    """Returns the numbers of 32 codes, divided by FACTOR, as 16 pairs of bfloat16. Only for processors that multiply pairs of
+    bfloat16; these have AVX-512."""
     wide = builder.sext(codes, _SHORTS)
     bits = builder.and_(builder.shl(wide, vector(_SHORTS, 4)), vector(_SHORTS, 0x87F0))
     is_small = builder.icmp_signed("==", builder.and_(wide, vector(_SHORTS, 0x78)), vector(_SHORTS, 0))
@@ -65,9 +65,8 @@ def codes_as_floats(builder: ir.IRBuilder, codes: Any) -> Any:
 
 
 class CodeLoader(Loader):
-    """Emits loads of FP8 codes in the form in which vectors.Loader loads the other side of the product: the numbers of 32 codes as
-    bfloat16 pairs if paired, else of 16 as float32, in both cases divided by FACTOR. It is called with an index and a count, as
-    Loader is."""
+    """Emits loads of FP8 codes, as numbers divided by FACTOR: 32 codes as bfloat16 pairs if paired, else 16 codes as float32. It is
+    called with an index and a count, like its base class, which loads the other operand of the product in the same form."""
 
     def __init__(self, builder: ir.IRBuilder, data: Any, paired: bool) -> None:
         super().__init__(builder, data, types.uint8, paired)
@@ -78,8 +77,8 @@ class CodeLoader(Loader):
 
 
 def code_loader(builder: ir.IRBuilder, data: Any, codes: Any, paired: bool) -> Loader:
-    """Returns what loads the weights of an array of codes: those of FP8 (uint8), or int8 values, which are the numbers themselves.
-    codes: Numba's type of the array. What is loaded is code_factor times too small."""
+    """Returns an object that emits the loads of an array of codes, whose elements are FP8 codes (uint8) or int8 numbers. codes:
+    Numba's type of the array. The loaded numbers are code_factor times too small."""
     return CodeLoader(builder, data, paired) if codes.dtype == types.uint8 else Loader(builder, data, types.int8, paired)
 
 
@@ -99,7 +98,7 @@ def code_factor(typing_context: Any, codes: Any) -> Any:
 
 @intrinsic
 def widen_codes(typing_context: Any, codes: Any, at: Any, count: Any, factor: Any, out: Any, out_at: Any) -> Any:
-    """Writes the numbers of `count` codes of FP8 (uint8), or int8 values, from index `at` on, times `factor` (float32), to out
+    """Writes the numbers of `count` codes (FP8 as uint8, or int8 numbers), from index `at` on, times `factor` (float32), to out
     (float32, or bfloat16 bits) from index out_at on. They are computed in float32 and rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,13 +1,12 @@
-"""Multiplies a few rows with FP8 weights on the CPU (Numba), and widens FP8 weights for products of many rows. Both also take int8
-weights, with one scale for each output: those of experts (grouped_linear.py).
+"""Products with FP8 weights on the CPU (Numba). One kernel multiplies a few rows; another widens the weights for products of many
+rows. Both also take int8 weights with one scale for each output, for experts (grouped_linear.py).
 
 Weights are read once, four outputs at a time, and converted in registers (fp8_codes.py), to bfloat16 if the processor multiplies
-bfloat16, else to float32. The products of inputs that share a scale are added up, then multiplied with the scale. As in linear.py
-the weights that are needed next are prefetched, and inputs are taken in pieces that stay in the first-level cache.
+bfloat16, else to float32. The products of inputs that share a scale are added up, then multiplied with the scale. As in linear.py,
+the weights that are needed next are prefetched, and inputs are multiplied in pieces that stay in the first-level cache.
 
 Shapes: R rows, K inputs, N outputs (4 at least), G groups of inputs that share a scale. Reference implementations:
-reference.fp8_linear, reference.fp8_rows.
-"""
+reference.fp8_linear, reference.fp8_rows."""
 
 from __future__ import annotations
 
@@ -40,10 +39,10 @@ def fp8_tile(num_rows: int) -> Any:
     """Returns a function (x, x_at, weight, weight_at, width, length, ahead, fetched, scales, scales_at, num_groups, group, sums,
     sums_at) for kernels that multiplies num_rows rows of x with four outputs' weights.
 
-    For row r and output n it adds the products of `length` elements of x from x_at + r * width on with those of weight from
-    weight_at + n * width on to the 16 partial sums at sums_at + 16 * (4 r + n), which are code_factor times too small. The products
-    of each `group` elements are multiplied with a scale of their own, the first of output n with that at scales_at + n *
-    num_groups. Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after these are prefetched."""
+    For row r and output n it multiplies `length` elements of x from x_at + r * width on with those of weight from weight_at + n *
+    width on, and adds the products to the 16 partial sums at sums_at + 16 * (4 r + n). Each `group` elements have a scale, with
+    which their products are multiplied; the scales of output n begin at scales_at + n * num_groups. The sums are code_factor times
+    too small. Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after these are prefetched."""
 
     @intrinsic
     def tile(
@@ -173,8 +172,8 @@ def _write_outputs(folded: Any, factor: float, num_rows: int, row: int, first: i
 
 @njit(**_HELPER)
 def fp8_stripe(x: Any, weight: Any, scales: Any, group: int, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Computes the outputs from begin to below end of all rows x [R, K] into out [R, N]. weight: [N, K] codes, of FP8 or
-    int8. scales: [N, G]. group: the inputs that share a scale, a multiple of 128, or all of a row. bias: [N], or [0] for none."""
+    """Computes the outputs from begin to below end of all rows x [R, K] into out [R, N]. weight: [N, K], FP8 codes or int8. scales:
+    [N, G]. group: how many inputs share a scale: a multiple of 128, or all inputs. bias: [N], or [0] for none."""
     num_rows, num_inputs = x.shape
     num_outputs, num_groups = scales.shape
     row_tiles = (num_rows + 3) // 4

@@ -1,10 +1,9 @@
-"""Products of rows that are sorted by expert with the matrices of their experts, for few rows of each (Numba).
+"""Products of rows that are sorted by expert with the matrices of their experts (Numba), for experts with few rows.
 
-Only those experts' weights are read that have rows. Work is cut into shares of equal cost, one for each thread, which are whole
-stripes of outputs; a stripe's cost is that of reading its weights and of multiplying them with the expert's rows.
+The weights of experts without rows are not read. Work is cut into shares of equal cost, one for each thread. A share consists of
+whole stripes of outputs; a stripe's cost is that of reading its weights and of multiplying them with the expert's rows.
 
-Shapes: P rows, E experts, K inputs, N outputs (4 at least). Reference implementation: reference.experts.
-"""
+Shapes: P rows, E experts, K inputs, N outputs (4 at least). Reference implementation: reference.experts."""
 
 from __future__ import annotations
 
@@ -33,16 +32,18 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 @njit(**_HELPER)
 def _rows_of(firsts: Any, expert: int, most_rows: int) -> int:
-    """Returns how many rows the expert has, from firsts [E + 1], the first row of each expert; 0 if it has more than most_rows."""
+    """Returns how many rows an expert has; 0 if it has more than most_rows. firsts [E + 1]: the first row of each expert, and the
+    end of the last one's rows."""
     num_rows = firsts[expert + 1] - firsts[expert]
     return num_rows if num_rows <= most_rows else 0
 
 
 @njit(**_HELPER)
 def stripes_of_share(firsts: Any, most_rows: int, stripes: int, share: int, num_shares: int) -> Any:
-    """Returns [E, 2] int64: which stripes of each expert's outputs share number `share` of num_shares computes, from the first
-    number to below the second. Both are equal where it computes none of an expert, as of one that has no rows, or more than
-    most_rows. firsts: [E + 1], the first row of each expert. stripes: how many stripes the outputs of each expert have."""
+    """Returns the stripes of outputs that one share (`share` of num_shares) computes, as [E, 2] int64: for each expert, the first
+    stripe and the end. The two are equal if the share computes nothing of the expert, in particular if the expert has no rows or
+    more than most_rows. firsts [E + 1]: the first row of each expert, and the end of the last one's rows. stripes: number of
+    stripes of each expert."""
     num_experts = firsts.shape[0] - 1
     found = np.zeros((num_experts, 2), np.int64)
     total = 0  # the cost of all products
@@ -64,8 +65,7 @@ def stripes_of_share(firsts: Any, most_rows: int, stripes: int, share: int, num_
 
 @njit(**_HELPER)
 def _stripes_up_to(cost: int, of_stripe: int, stripes: int) -> int:
-    """Returns how many of an expert's stripes begin before `cost`, where stripe i begins at i * of_stripe, in the same unit of
-    cost."""
+    """Returns how many of an expert's stripes begin before `cost`. Stripe i begins at cost i * of_stripe."""
     return min(max(0, (cost + of_stripe - 1) // of_stripe), stripes)
 
 
@@ -152,8 +152,9 @@ def widened_scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> i
 
 @njit(**_HELPER)
 def _widen(x: Any, weight: Any, firsts: Any, most_rows: int, expert: int, words: Any) -> None:
-    """Widens an expert's rows of x [P, K] to float32, into their place in words (the widened rows of all experts, end to end).
-    weight: tells the order, see widened_linear.widen_rows. An expert with more than most_rows rows is left out."""
+    """Widens an expert's rows of x [P, K] to float32, into their place in words (the widened rows of all experts, end to end). An
+    expert with more than most_rows rows is skipped. weight: read for its element type alone, which decides the order
+    (widened_linear.widen_rows)."""
     num_rows, first, width = _rows_of(firsts, expert, most_rows), firsts[expert], padded_inputs_of(x.shape[1])
     if num_rows:
         widen_rows(x[first : first + num_rows], weight[expert], words[first * width :])

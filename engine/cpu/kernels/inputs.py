@@ -1,9 +1,8 @@
-"""Computes the inputs of a recorded step from the sequence table, the arrays in which each running sequence has a slot (Numba).
-Done array by array in Python this takes a third of a millisecond a step, because products that stream weights through the caches
-leave none of the interpreter's data there.
+"""Computes the inputs of a recorded step from the sequence table, the arrays in which each running sequence has a slot (Numba). In
+Python, array by array, this would take a third of a millisecond a step, because the products of the step displace the interpreter's
+data from the caches.
 
-engine/ops/reference_inputs.py has the reference implementations and says what each argument is.
-"""
+engine/ops/reference_inputs.py has the reference implementations, and describes each argument."""
 
 from __future__ import annotations
 
@@ -88,7 +87,8 @@ def step_blocks(
 
 @njit(**_HELPER)
 def _mixed(x: Any) -> Any:
-    """Returns the splitmix64 hash of x (both uint64), of which reference_inputs.noise_keys makes the keys of a token's noise."""
+    """Returns the splitmix64 hash of x (both uint64). The keys of a token's random noise are made with it, as in
+    reference_inputs.noise_keys."""
     x += uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)

@@ -1,12 +1,12 @@
 """Multiplies a few rows with int8 weights on the CPU, without widening the weights (AVX512-VNNI, vpdpbusd: four bytes at a time).
 
-A row's unit is its largest magnitude divided by 32639. Each element of x becomes a whole number of units, and that number becomes
-two digits, 256 * high + low, both int8. So weights need no widening and sums are exact. The rounding to whole units loses half a
-unit at most, less than a product's own rounding to bfloat16. The instruction takes one side as unsigned: weights are used with 128
-added, and 128 times the sum of a row's digits is subtracted at the end.
+A row's unit is its largest magnitude divided by 32639. Each element of x is rounded to a whole number of units, and that number
+becomes two digits, 256 * high + low, both int8. The sums of products of digits and weights are exact. The rounding to whole units
+loses half a unit at most, less than a product's own rounding to bfloat16. The instruction needs one operand without sign, so 128 is
+added to the weights, and 128 times the sum of a row's digits is subtracted at the end.
 
-Shapes: R rows, K inputs (a multiple of 64, 65536 at most), N outputs (4 at least). Reference implementation: reference.int8_linear.
-"""
+Shapes: R rows, K inputs (a multiple of 64, 65536 at most), N outputs (4 at least). Reference implementation:
+reference.int8_linear."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ def unit_of(row: Any) -> float:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def split(row: Any, begin: int, end: int, unit: float, high: Any, low: Any) -> tuple[int, int]:
-    """Rounds the elements begin to below end of a row to whole numbers of `unit`, and writes each one's two digits (256 * high +
-    low, int8) to high and low, from their index 0 on. Returns the sums of the high digits and of the low ones. A unit of 0 gives
-    zeros."""
+    """Rounds the elements from begin to below end of a row to whole numbers of `unit`, and splits each number into two int8 digits,
+    256 * high + low. Writes the digits to high and low from index 0 on, and returns the sums of the high digits and of the low
+    ones. With a unit of 0 all digits are 0."""
     inverse = float32(1.0) / unit if unit > float32(0.0) else float32(0.0)
     high_sum, low_sum = int32(0), int32(0)
     for k in range(begin, end):

@@ -1,9 +1,8 @@
-"""Lets Numba kernels work on 16 float32 or int32 at a time, for row-wise loops that Numba's vectoriser handles badly.
+"""Lets Numba kernels compute with 16 float32 or int32 at a time, in row-wise loops that Numba's vectoriser compiles badly.
 
-The vectoriser mixes vectors of 256 and 512 bits, widens integers to 64 bits, and loads elements one by one where an index might
-count from the end. Here the width is explicit: `load` 16 elements, compute with + - * / as with a single one, and `store` them. A
-processor with narrower vectors uses two of them for one.
-"""
+The vectoriser mixes vectors of 256 and 512 bits, widens integers to 64 bits, and loads elements one by one if an index might be
+negative. Here the width is explicit: a kernel loads 16 elements (`load`), computes with + - * / as with a single one, and stores
+them (`store`). On a processor with narrower vectors each operation uses two of them."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class _LanesModel(models.PrimitiveModel):
 
 def _define(operation: Any, kind: _Lanes, generate: Callable[..., Any]) -> None:
     """Defines `operation` (such as operator.add) in kernels for two values of type `kind`, and for one such value and a scalar of
-    its element type, which is applied to all lanes. generate(builder, left, right) returns the LLVM value of the result."""
+    its element type, which is used in all lanes. generate(builder, left, right) returns the LLVM value of the result."""
     sides = [(kind, kind), (kind, kind.scalar), (kind.scalar, kind)]
     cases = [signature(kind, *pair) for pair in sides]
     infer_global(operation)(type("Template", (ConcreteTemplate,), {"cases": cases}))
@@ -76,8 +75,8 @@ def lanes_of(typing_context: Any, value: Any) -> Any:
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any) -> tuple[Any, Any, Any]:
-    """Returns a pointer to the 16 elements of an array (of Numba type `kind`) from index `at` on, the LLVM type of a vector of
-    these, and a mask [16] of the first `count` of them."""
+    """Returns three things for the 16 elements of an array (of Numba type `kind`) from index `at` on: a pointer to them, the LLVM
+    type of a vector of them, and a mask [16] that is true for the first `count`."""
     data = context.make_array(kind)(context, builder, array).data
     raw = ir.VectorType(context.get_data_type(kind.dtype), LANES)
     places = ir.Constant(PAIRS, list(range(LANES)))
@@ -90,8 +89,8 @@ def _suffix(raw: ir.VectorType) -> str:
 
 
 def _raw(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any, other: float = 0) -> Any:
-    """Returns `count` elements of an array (of Numba type `kind`) from index `at` on, unchanged, in the first lanes of a vector,
-    and `other` in the others."""
+    """Returns a vector whose first lanes are `count` elements of an array (of Numba type `kind`), from index `at` on, unchanged,
+    and whose other lanes are `other`."""
     address, raw, mask = _address(context, builder, kind, array, at, count)
     function = cgutils.get_or_insert_function(
         builder.module,
@@ -102,7 +101,7 @@ def _raw(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any,
 
 
 def _loaded(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any, other: float = 0) -> Any:
-    """Returns what _raw does, with bfloat16 bits widened to float32. For these `other` is 0."""
+    """Returns the same as _raw, except that bfloat16 bits become float32; `other` must then be 0."""
     raw = _raw(context, builder, kind, array, at, count, other)
     return _widened(builder, raw) if kind.dtype == types.uint16 else raw
 
@@ -113,11 +112,11 @@ def _widened(builder: Any, bits: Any) -> Any:
 
 @intrinsic
 def load(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
-    """Returns `count` elements of an array (16 at most) from index `at` on in the first lanes, and 0 in the others. float32 and
-    bfloat16 bits (uint16) become float32; int32 stays as it is.
+    """Returns lanes of which the first `count` (16 at most) are elements of an array from index `at` on, and the others are 0.
+    float32 and bfloat16 bits (uint16) become float32; int32 stays int32.
 
-    The array's rows must lie end to end; indices are not checked. A count that is known to be 16 needs no mask. For one row of
-    many, an index is cheaper than a slice, whose references Numba counts."""
+    The array's rows must lie end to end; indices are not checked. If the compiler knows that count is 16, it needs no mask. To load
+    from one row of many, an index into the whole array is cheaper than a slice, because Numba counts references to slices."""
     kind = WORDS if array.dtype == types.int32 else FLOATS
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -203,8 +202,7 @@ def store(typing_context: Any, array: Any, at: Any, count: Any, values: Any) -> 
 
 @intrinsic
 def rounded(typing_context: Any, values: Any, like: Any) -> Any:
-    """Returns float32 lanes as they would be after storing them in elements of `like`'s type (float32 or bfloat16 bits) and loading
-    them again."""
+    """Returns float32 lanes, rounded to the element type of `like` (float32 or bfloat16 bits), as float32."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if like == types.float32:
@@ -274,7 +272,8 @@ def unmixed_hashes(typing_context: Any, first: Any, key0: Any, key1: Any) -> Any
 
 @intrinsic
 def hashes(typing_context: Any, unmixed: Any) -> Any:
-    """Returns the finished hashes (bits.hash_words) of words that unmixed_hashes returned, by its last step."""
+    """Returns the finished hashes (bits.hash_words): applies the last step of the hash to words that unmixed_hashes has
+    returned."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return mixed(builder, args[0])
@@ -284,7 +283,7 @@ def hashes(typing_context: Any, unmixed: Any) -> Any:
 
 @intrinsic
 def float_of_hashes(typing_context: Any, words: Any) -> Any:
-    """Returns lanes of words as float32, where the words count as unsigned, from 0 to below 2**32."""
+    """Returns lanes of unsigned words as float32 numbers, from 0 to below 2**32."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.uitofp(args[0], SUMS)
@@ -294,7 +293,7 @@ def float_of_hashes(typing_context: Any, words: Any) -> Any:
 
 @intrinsic
 def lower_hashes(typing_context: Any, left: Any, right: Any) -> Any:
-    """Returns the smaller word of both arguments in each lane, where words count as unsigned."""
+    """Returns, in each lane, the smaller of two unsigned words."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.select(builder.icmp_unsigned("<", *args), *args)
@@ -303,13 +302,13 @@ def lower_hashes(typing_context: Any, left: Any, right: Any) -> Any:
 
 
 def _marks(builder: ir.IRBuilder, comparison: Any) -> Any:
-    """Returns the result of a comparison of lanes (a vector of 16 i1) as int64, whose bit i is that of lane i."""
+    """Returns the result of a comparison of lanes (a vector of 16 i1) as an int64, whose bit i is the result in lane i."""
     return builder.zext(builder.bitcast(comparison, ir.IntType(LANES)), ir.IntType(64))
 
 
 @intrinsic
 def hashes_up_to(typing_context: Any, words: Any, limit: Any) -> Any:
-    """Returns an int64 whose bit i tells whether lane i of words, which count as unsigned, is at most limit (uint32)."""
+    """Returns an int64 whose bit i is set if lane i of words (unsigned) is at most limit (uint32)."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.icmp_unsigned("<=", args[0], splat(builder, args[1], PAIRS)))
@@ -319,8 +318,8 @@ def hashes_up_to(typing_context: Any, words: Any, limit: Any) -> Any:
 
 @intrinsic
 def up_to(typing_context: Any, values: Any, limits: Any) -> Any:
-    """Returns an int64 whose bit i tells whether lane i of values is at most lane i of limits (both float32). With NaN it is
-    not."""
+    """Returns an int64 whose bit i is set if lane i of values is at most lane i of limits (both float32). The bit is 0 if either is
+    NaN."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.fcmp_ordered("<=", *args))
@@ -330,7 +329,7 @@ def up_to(typing_context: Any, values: Any, limits: Any) -> Any:
 
 @intrinsic
 def at_least(typing_context: Any, words: Any, limit: Any) -> Any:
-    """Returns an int64 whose bit i tells whether lane i of words, which count as signed, is at least limit (int32)."""
+    """Returns an int64 whose bit i is set if lane i of words (signed) is at least limit (int32)."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.icmp_signed(">=", args[0], splat(builder, args[1], PAIRS)))
@@ -352,7 +351,7 @@ def kept_up_to(typing_context: Any, values: Any, keys: Any, limit: Any) -> Any:
 
 @intrinsic
 def first_lanes(typing_context: Any, values: Any, count: Any) -> Any:
-    """Returns float32 lanes of which the first `count` stay and the others are 0."""
+    """Returns float32 lanes with all but the first `count` set to 0."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         places = ir.Constant(PAIRS, list(range(LANES)))

@@ -1,10 +1,9 @@
-"""Multiplies a few rows with a weight matrix on the CPU (Numba): so few that reading the weights is most of the work.
+"""Multiplies a few rows with a weight matrix on the CPU (Numba). With so few rows, reading the weights takes most of the time.
 
-Weights are read once, four outputs at a time, while those needed next are prefetched. Inputs are taken in pieces that stay in the
-first-level cache.
+Weights are read once, four outputs at a time, while those needed next are prefetched. Inputs are multiplied in pieces that stay in
+the first-level cache.
 
-Shapes: R rows, K inputs, N outputs (4 at least). Reference implementations: torch's linear, reference.int8_linear.
-"""
+Shapes: R rows, K inputs, N outputs (4 at least). Reference implementations: torch's linear, reference.int8_linear."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ def _add_tile(
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _write_outputs(folded: Any, num_rows: int, row: int, first: int, scale: Any, bias: Any, out: Any) -> None:
-    """Writes folded [4 rows, 4 outputs], times scale and plus bias, to out from row `row` and output `first` on."""
+    """Writes folded [4 rows, 4 outputs], times scale and plus bias, to out [num_rows, N] from row `row` and output `first` on,
+    without rows from num_rows on. scale, bias: [N], or [0] for none."""
     for r in range(min(4, num_rows - row)):
         for n in range(4):
             total = folded[4 * r + n]
@@ -59,7 +59,7 @@ def _write_outputs(folded: Any, num_rows: int, row: int, first: int, scale: Any,
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Computes the outputs from begin to below end."""
+    """Computes the outputs from begin to below end of all rows into out. The other arguments are those of _few_rows_linear."""
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0]
     row_tiles = (num_rows + 3) // 4

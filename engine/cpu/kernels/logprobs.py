@@ -1,8 +1,7 @@
-"""Log-probabilities and penalties on the CPU (Numba), for the rows that ask for them. Reference implementations:
+"""Log-probabilities and penalties on the CPU (Numba), for the rows of requests that want them. Reference implementations:
 reference.top_logprobs, reference.penalise.
 
-Shapes: N rows, M rows that are asked for, V vocabulary, K alternatives.
-"""
+Shapes: N rows, M rows whose log-probabilities are computed, V vocabulary, K most likely tokens of a row."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ def top_logprobs_signature(element: types.Type) -> Any:
 
 @njit(fastmath=FASTMATH, inline="always")
 def _ordered(value: Any) -> Any:
-    """Returns an int32 that sorts as this float32 does."""
+    """Returns an int32 that has the same order as this float32."""
     return ordered(bits_of_float(value))
 
 
 @njit(**_OPTIONS)
 def top_logprobs(logits: Any, rows: Any, chosen: Any, picked: Any, top_ids: Any, top: Any) -> None:
-    """Computes log-softmax values of M rows of logits [N, V], whose indices are rows [M]. Writes that of each row's token chosen
-    [M] to picked [M], and the K most likely tokens and their values to top_ids and top [M, K]. The most likely comes first, and of
-    equal logits the lower id. K may be 0."""
+    """Computes log-softmax values of those M rows of logits [N, V] whose indices are rows [M]. Writes the value of each row's token
+    in chosen [M] to picked [M], and the ids and values of the row's K most likely tokens to top_ids and top [M, K], the most likely
+    first; of equal logits the lower id comes first. K may be 0."""
     vocab, num_top = logits.shape[1], top.shape[1]
     for m in range(rows.shape[0]):
         row = logits[rows[m]]
@@ -78,9 +77,10 @@ def penalise(row: Any, tokens: Any, num_prompt: int, presence: float, frequency:
     """Applies penalties to the logits row [V] float32 in place, as reference.penalise does. tokens: the num_prompt tokens of the
     prompt, then those of the output.
 
-    The logits of all these tokens are divided by `repetition` where positive, else multiplied by it. If the output has a token,
-    `frequency` times its count there and once `presence` are then subtracted. Logits that are not finite stay. counts: [V] int32,
-    work space of zeros, which is zeros again afterwards. The work grows with the tokens, not with V."""
+    The logits of all these tokens are divided by `repetition` if positive, else multiplied by it. For tokens of the output,
+    `frequency` times the token's count in the output, and `presence`, are then subtracted. Logits that are not finite stay
+    unchanged. counts: [V] int32, work space that must be zeros, and is zeros again afterwards. The work grows with the number of
+    tokens, not with V."""
     limit = float32(1e30)  # a strong penalty must not make an infinity, which would mark the row's logits as bad
     for i in range(num_prompt, tokens.shape[0]):
         counts[tokens[i]] += 1

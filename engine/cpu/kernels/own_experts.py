@@ -1,9 +1,8 @@
-"""Mixtures of experts whose experts are divided among ranks, the devices of a group (Numba): which pairs of a token and an expert
-are a rank's own, and what it uses in place of the others' in sums over the ranks.
+"""Restricts a mixture of experts to the pairs of a token and an expert that one rank computes, where the experts are divided among
+ranks, the devices of a group (Numba). In sums over the ranks, the rank adds 0 for all other pairs.
 
 Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs, sorted by expert (experts.py).
-Reference implementation: reference.experts.
-"""
+Reference implementation: reference.experts."""
 
 from __future__ import annotations
 
@@ -18,11 +17,12 @@ KEEP_OWN_EXPERTS = void(int64, int64, int64[::1], int32[:, ::1], int32[::1], int
 
 @njit(**_OPTIONS)
 def keep_own_experts(first: int, num_own: int, slots: Any, places: Any, firsts: Any, tokens: Any) -> None:
-    """Reduces a routing of all experts to a rank's own experts [first, first + num_own), in place. slots [T], places [T, C], firsts
-    [E + 1] and tokens [P]: as experts._route takes and fills them.
+    """Restricts a routing, in place, to a rank's own experts: the numbers from `first` to below first + num_own. slots [T], places
+    [T, C], firsts [E + 1] and tokens [P]: as experts._route takes and fills them.
 
-    Afterwards firsts [:num_own + 1] are the first rows of these experts, whose pairs begin at row 0, tokens are those of these rows
-    (0 behind them), and the places of all other pairs are the row behind the last of these."""
+    Afterwards the pairs of own experts have the rows from 0 on. firsts [:num_own + 1] holds the first row of each own expert, and
+    the end of the last one's rows. tokens holds the tokens of these rows, then zeros. The place of every other pair is the row
+    after the last own row."""
     begin = firsts[first]
     num_rows = firsts[first + num_own] - begin
     for expert in range(num_own + 1):
@@ -43,10 +43,13 @@ KEEP_OWN_TURNS = void(int32[:, ::1], int64[::1], int32[:, ::1], int32[::1], int6
 
 @njit(**_OPTIONS)
 def keep_own_turns(turns: Any, slots: Any, places: Any, firsts: Any, tokens: Any, new_rows: Any, counts: Any) -> None:
-    """Reduces a routing of all experts, as keep_own_experts does, to the pairs that a rank computes where ranks have copies of each
-    other's experts. turns [E, 3]: for each expert the number of its holders, the rank's number among them (-1: it is none), and the
-    expert's index among the rank's own, which ascends. A holder computes the tokens whose slot, modulo the number of holders, is
-    its number. new_rows [P]: scratch. counts: the number of rows of each own expert is added, by its index; [0]: it is not."""
+    """Restricts a routing, in place, to the pairs that a rank computes, where ranks have copies of each other's experts; the arrays
+    are those of keep_own_experts. The ranks that hold an expert divide its tokens: each computes those whose slot, modulo the
+    number of holders, is its index among the holders.
+
+    turns [E, 3]: for each expert the number of its holders, this rank's index among them (-1: this rank does not hold the expert),
+    and the expert's index among the rank's own experts, which ascends. new_rows [P]: scratch. counts: the number of rows of each
+    own expert is added to it, at the expert's index; [0]: nothing is counted."""
     num_rows, num_own = int32(0), 0
     begin = firsts[0]
     for expert in range(turns.shape[0]):
@@ -82,9 +85,9 @@ def clear_behind_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def clear_behind(firsts: Any, made: Any) -> None:
-    """Fills the row of made [P, W] behind the last one of a rank's own experts with 0, if there is one. keep_own_experts or
-    keep_own_turns has set the places of all other pairs to this row, so `combine` adds 0 for them. firsts: of the rank's experts;
-    its last entry is the number of their rows."""
+    """Fills the row of made [P, W] after the last row of a rank's own experts with 0, if made has such a row. keep_own_experts and
+    keep_own_turns give all other pairs the place of this row, so that `combine` adds 0 for them. firsts: the first row of each own
+    expert, and the end of the last one's rows."""
     row = firsts[firsts.shape[0] - 1]
     if row < made.shape[0]:
         for column in range(made.shape[1]):
@@ -97,8 +100,8 @@ def clear_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def clear(x: Any) -> None:
-    """Fills x [T, W] with 0. Ranks other than the first do so with their scores of experts before the sum over the ranks, so that
-    all get the first rank's."""
+    """Fills x [T, W] with 0. All ranks but the first do this with their scores of experts, before the scores are summed over the
+    ranks, so that all ranks get the first rank's scores."""
     for row in range(x.shape[0]):
         for column in range(x.shape[1]):
             x[row, column] = 0

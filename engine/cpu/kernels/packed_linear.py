@@ -43,7 +43,8 @@ _up_to_six, _up_to_eight = (packed_tile(num_rows) for num_rows in (6, 8))
 
 @njit(**_HELPER)
 def _unpack_panel(packed: Any, panel: int, blocks: int, num_inputs: int, last: Any, out: Any, first: int) -> None:
-    """Writes the rows of a panel that out [.., K] has to its rows from `first` on. last: [BLOCK] uint16, work space."""
+    """Unpacks a panel, and writes its rows to the rows of out [.., K] from number `first` on, except for those beyond the end of
+    out. blocks: number of blocks of a row. last: [BLOCK] uint16, work space."""
     body, codes, bases, starts, escapes = packed
     at = int64(starts[panel])
     rows = min(PANEL_ROWS, out.shape[0] - first)
@@ -70,7 +71,8 @@ def _unpack_panel(packed: Any, panel: int, blocks: int, num_inputs: int, last: A
 
 @njit(**_HELPER)
 def _fused_share(x: Any, packed: Any, bias: Any, words: Any, begin: int, end: int, out: Any) -> None:
-    """Computes the outputs of the panels from begin to below end."""
+    """Computes the outputs of the panels from begin to below end, for all rows. packed: the matrix's arrays (body, codes, bases,
+    starts, escapes). words: not used. The other arguments are those of _packed_linear."""
     body, codes, bases, starts, escapes = packed
     (num_rows, num_inputs), num_outputs = x.shape, out.shape[1]
     blocks = (num_inputs + BLOCK - 1) // BLOCK
@@ -105,7 +107,8 @@ def _fused_share(x: Any, packed: Any, bias: Any, words: Any, begin: int, end: in
 
 @njit(**_HELPER)
 def _unpacked_share(x: Any, packed: Any, bias: Any, words: Any, begin: int, end: int, out: Any) -> None:
-    """Does what _fused_share does, with weights that are unpacked first."""
+    """Computes the same as _fused_share, but unpacks some outputs' weights to memory before it multiplies them. words: the rows as
+    widened_stripe takes them; empty if the processor multiplies bfloat16."""
     num_rows, num_inputs = x.shape
     blocks = (num_inputs + BLOCK - 1) // BLOCK
     rows, last = np.zeros((_OUTPUTS, num_inputs), np.uint16), np.empty(BLOCK, np.uint16)
@@ -143,7 +146,7 @@ def _no_words(x: Any) -> Any:
 
 @njit(**_HELPER)
 def _widened(x: Any) -> Any:
-    """Returns the rows as widened_stripe takes them."""
+    """Returns the rows of x, widened to float32 in the form that widened_stripe takes."""
     words = np.empty(x.shape[0] * padded_inputs_of(x.shape[1]), np.float32)
     widen_rows(x, x, words)
     return words
@@ -216,8 +219,8 @@ def _gather_packed_rows(
 
 @njit(**_HELPER)
 def _base_of(weights: Any, row: int, num_inputs: int, counts: Any) -> int:
-    """Returns the base of a row: the lowest of the seven exponents that most of its weights [.., K] have. counts: [4, 256] int32,
-    work space."""
+    """Returns the base of a row: the lowest of those seven consecutive exponents that the largest number of its weights have.
+    weights: [.., K]. counts: [4, 256] int32, work space."""
     counts[:] = 0
     for i in range(num_inputs):
         counts[i & 3, (weights[row, i] >> 7) & 255] += 1  # four counters each, so that equal neighbours do not wait for each other
@@ -243,8 +246,8 @@ def pack_rows(
     starts: Any,  # [P], counted from the first of these escapes
     escapes: Any,  # [N * K + 64]
 ) -> int:
-    """Packs the weights of consecutive panels into their arrays, and returns the number of their escapes. The equivalent without
-    Numba is loader.formats.packed_rows.pack_rows."""
+    """Packs the weights of consecutive panels into the given arrays, and returns the number of their escapes. The equivalent
+    without Numba is loader.formats.packed_rows.pack_rows."""
     num_rows, num_inputs = weights.shape
     blocks = (num_inputs + BLOCK - 1) // BLOCK
     counts, last = np.empty((4, 256), np.int32), np.empty(BLOCK, np.uint16)

@@ -1,12 +1,11 @@
-"""Weights of a packed matrix (loader/formats/packed_rows.py): encoded 64 at a time, and decoded 64 at a time, into memory or into
-the registers of a product's tile.
+"""Packs and unpacks the weights of a packed matrix (loader/formats/packed_rows.py), 64 at a time. They are unpacked into memory, or
+into registers of the tile that multiplies them.
 
-A mask of each plane of codes adds 1, 2 or 4 to the exponents in those lanes; where the processor has it (AVX512-VBMI2), one
-instruction brings the escapes from their list to their places. Exponents and bytes are interleaved and rotated by a bit. Elsewhere
-escapes are put into the decoded weights one by one.
+Each of the three planes of codes is a mask of the lanes to whose exponents 1, 2 or 4 is added. On processors with AVX512-VBMI2, one
+instruction brings the escapes from their list to their places; on others, escapes are put into the decoded weights one by one. Then
+exponents and bytes are interleaved and rotated by a bit.
 
-They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
-"""
+The code is generated as LLVM code because Numba's vectoriser does not keep a tile's sums in registers (see vectors.py)."""
 
 from __future__ import annotations
 
@@ -50,13 +49,15 @@ def _call(builder: ir.IRBuilder, name: str, kind: ir.Type, args: list[Any]) -> A
 
 
 def _opaque(builder: ir.IRBuilder, value: int) -> Any:
-    """Returns bytes of this value, which the compiler does not know: of an addition of 1 it would make two instructions."""
+    """Returns 64 bytes of this value, as a value that the compiler does not know to be constant. If it knew, it would compile an
+    addition of 1 to two instructions."""
     return builder.bitcast(fenced(builder, builder.bitcast(vector(_BYTES, value), SUMS)), _BYTES)
 
 
 def _decoded(builder: ir.IRBuilder, body: Any, planes: list[Any], base: Any, escapes: Any, at: Any) -> tuple[list[Any], Any]:
-    """Returns 64 weights as two vectors of 32, and a mask (i64) of the places of escapes, whose weights have no meaning without
-    HAS_EXPANSION. base: the row's base, in all 64 lanes. at: the index of the first escape."""
+    """Returns 64 weights as two vectors of 32, and a mask (i64) of the places of escapes. Without HAS_EXPANSION the weights at
+    these places have no meaning. body: the block's 64 bytes. planes: its three planes of codes. base: the row's base, in all 64
+    lanes. escapes, at: the list of escapes, and the index of the block's first one."""
     exponents = base
     for bit, plane in enumerate(planes):
         raised = builder.add(exponents, _opaque(builder, 1 << bit))
@@ -87,7 +88,7 @@ def count_bits(typing_context: Any, mask: Any) -> Any:
 
 @intrinsic
 def lowest_bit(typing_context: Any, mask: Any) -> Any:
-    """Returns the index of the lowest bit that is set of an int64, which is not 0."""
+    """Returns the index of the lowest set bit of an int64, which must not be 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, "llvm.cttz.i64", I64, [args[0], ir.Constant(ir.IntType(1), 1)])
@@ -99,9 +100,9 @@ def lowest_bit(typing_context: Any, mask: Any) -> Any:
 def unpack_block(
     typing_context: Any, body: Any, codes: Any, number: Any, base: Any, escapes: Any, escapes_at: Any, out: Any, out_at: Any
 ) -> Any:
-    """Writes a row's block of 64 weights to out (uint16) from out_at on. number: the block's number, counted over all panels and
-    rows in order. Returns a mask (int64) of the places (of ORDER) of escapes, whose weights are yet to be written without
-    HAS_EXPANSION."""
+    """Unpacks a block of 64 weights of a row to out (uint16) from out_at on. Returns a mask (int64) of the places (in ORDER) of
+    escapes; without HAS_EXPANSION the caller must still write the exponents of these weights. number: the block's number, counted
+    over all panels and rows in order. base: the row's base."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bytes_data, planes_data, escapes_data, target = (
@@ -128,10 +129,9 @@ def unpack_block(
 def pack_block(
     typing_context: Any, weights: Any, at: Any, base: Any, number: Any, body: Any, codes: Any, escapes: Any, escapes_at: Any
 ) -> Any:
-    """Packs the 64 weights (uint16) from index `at` on as a row's block. base: the row's base. number: the block's number, counted
-    over all panels and rows in order. Returns a mask (int64) of the places (of ORDER) of escapes. With HAS_EXPANSION their
-    exponents are written to escapes from escapes_at on, and up to 64 bytes behind are overwritten; otherwise they are yet to be
-    written."""
+    """Packs the 64 weights (uint16) from index `at` on as one block of a row. Returns a mask (int64) of the places (in ORDER) of
+    escapes. With HAS_EXPANSION their exponents are written to escapes from escapes_at on, where 64 bytes are overwritten; without
+    it the caller must write them. base: the row's base. number: the block's number, counted over all panels and rows in order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, bytes_data, planes_data, escapes_data = (
@@ -167,13 +167,13 @@ def pack_block(
 
 
 def packed_tile(num_rows: int) -> Any:
-    """Returns a function (x, count, width, body, codes, bases, panel, blocks, escapes, escapes_at, first, folded) that multiplies
-    num_rows rows of x with the weights of a panel's outputs from `first` on. There are outputs_of(num_rows) of them; the result of
-    row r and output n of these goes to folded[r * outputs + n]. For processors with IS_FUSED.
+    """Returns a function (x, count, width, body, codes, bases, panel, blocks, escapes, escapes_at, first, folded) for kernels, on
+    processors with IS_FUSED. It multiplies num_rows rows of x with the weights of some outputs of a panel, outputs_of(num_rows) of
+    them from `first` on. The result of row r and output n of these is written to folded[r * outputs + n].
 
     x: bfloat16 bits; the rows lie end to end, `width` elements each. count: number of rows in x, num_rows at most; results of
-    further rows have no meaning. blocks: of a panel. escapes_at: where the panel's escapes begin. Products are added up in the
-    order in which dot_tile (tiles.py) adds them, and the lanes as fold_sums does."""
+    further rows have no meaning. blocks: number of blocks of a row. escapes_at: where the panel's escapes begin. Products are added
+    up in the same order as by dot_tile (tiles.py) and fold_sums."""
     num_outputs = outputs_of(num_rows)
 
     @intrinsic
@@ -219,8 +219,8 @@ def packed_tile(num_rows: int) -> Any:
                 return [_load(builder, planes_data, builder.add(at, I64(plane)), I64, 8) for plane in range(NUM_PLANES)]
 
             def count_others(own: Any) -> tuple[Any, Any]:
-                """Returns how many escapes those of the block's rows have that are before the tile's, and those behind. own: the
-                first row of the block."""
+                """Returns how many escapes the block has in the panel's rows before those of the tile, and how many in the rows
+                after them. own: the number of the block in the panel's first row."""
                 before = behind = I64(0)
                 for n in range(num_outputs, PANEL_ROWS):
                     other = builder.and_(builder.add(first_output, I64(n)), I64(PANEL_ROWS - 1))
@@ -292,6 +292,7 @@ def packed_tile(num_rows: int) -> Any:
 
 
 def outputs_of(num_rows: int) -> int:
-    """Returns how many outputs a tile of up to MOST_TILE_ROWS rows has: a panel's, or half of them, so that the sums stay in
-    registers. Tiles of 16 rows and one output were measured to be slower than two of 8 rows: x is read once for each output."""
+    """Returns how many outputs a tile of num_rows rows (MOST_TILE_ROWS at most) multiplies: all of a panel, or half of them if the
+    sums of all would not fit into registers. (Tiles of 16 rows and one output were measured to be slower than two tiles of 8 rows,
+    because x is read once for each output.)"""
     return PANEL_ROWS if num_rows <= PANEL_ROWS else PANEL_ROWS // 2

@@ -3,10 +3,9 @@
 Shapes: T tokens of the step, R rows, B blocks of a row, H query heads, G KV heads, D head size; KV as in attention.py. Reference
 implementations: reference.gather_context and reference.causal_attention.
 
-A tile is a few query tokens with all heads that share a KV head, so that a chunk of keys and values serves about 32 of these heads
-while it is in the cache. A tile reads only the positions that its last token sees. Tiles are dealt out to the threads in turn,
-because tiles of later tokens see more and take longer.
-"""
+The work is cut into tiles. A tile is a few query tokens with all query heads that share a KV head, about 32 heads in all, which use
+a chunk of keys and values while it is in the cache. A tile reads only the positions to which its last token attends. Tiles are
+dealt out to the threads in turn, because those of later tokens attend to more positions and take longer."""
 
 from __future__ import annotations
 

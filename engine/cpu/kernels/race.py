@@ -1,18 +1,19 @@
-"""Runs the exponential race over the tokens of one row of logits (Numba): finds the token that comes first, and whether it is
-within top_p.
+"""Samples a token from one row of logits by an exponential race (Numba), and finds whether that token is within top_p.
 
 Token i's time is an exponential random number keyed by (key0, key1, i), divided by its weight e**((logit - largest) / temperature).
-The token with the earliest time wins. For nearly all tokens the weight need not be computed. A uniform random number is below the
-exponential one made from the same bits. So a token whose uniform number is above (earliest time so far) times (an upper bound of
-its weight) is later. The bound comes from the largest logit of the token's stripe, so what is left to compute is the random
-numbers: a hash of each token's number.
+The token with the earliest time wins.
 
-Weights are added up only for top_p, first roughly, with a known error that hardly ever matters.
+The weights of nearly all tokens need not be computed. A uniform random number is below the exponential one made from the same bits.
+So a token is certainly later if its uniform number is above (earliest time so far) times (an upper bound of its weight). The upper
+bound comes from the largest logit of the token's stripe. For most tokens the only work is then the uniform number, which is a hash
+of the token's index.
+
+Weights are added up only for top_p: first approximately, with a known error, and exactly only in the rare cases in which that error
+matters.
 
 Arguments of the functions below: row [V] logits (float32 or bfloat16 bits), V vocabulary; tops [S] float32, the largest logit of
 each of S stripes of STRIPE tokens; largest, that of the row; factor, 1 / temperature; heaviest [S] float32, an upper bound of the
-weights in each stripe; floor, the bits (int32) of the least weight that takes part, 0 for all.
-"""
+weights in each stripe; floor, the bits (int32) of the least weight that takes part, 0 for all."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ _INFINITY_BITS = 0x7F800000
 @njit(**_HELPER)
 def stripe_tops(row: Any, tops: Any) -> bool:
     """Fills tops [S] with the largest logit of each stripe of STRIPE tokens. Returns whether all logits of the row are finite; if
-    not, tops has no meaning."""
+    they are not, tops has no meaning."""
     size = magnitude(bits_of_element(row[0]))
     for stripe in range(tops.shape[0]):
         own = row[STRIPE * stripe : min(STRIPE * (stripe + 1), row.shape[0])]
@@ -84,7 +85,7 @@ def stripe_tops(row: Any, tops: Any) -> bool:
 
 @njit(**_HELPER)
 def first_of(row: Any, tops: Any, largest: Any) -> int:
-    """Returns the lowest token whose logit is `largest`, the largest of the row. tops: as stripe_tops has filled it."""
+    """Returns the lowest token whose logit is `largest`, the largest logit of the row. tops: as stripe_tops has filled it."""
     stripe = 0
     while tops[stripe] != largest:
         stripe += 1
@@ -108,8 +109,9 @@ def _weights(row: Any, at: int, count: int, largest: Any, factor: Any) -> Any:
 
 @njit(inline="always", **_HELPER)
 def _latest(best: Any, heaviest: Any) -> Any:
-    """Returns the largest hash (uint32) with which a token of a weight up to `heaviest` can be as early as time `best`. Its low
-    UNMIXED_BITS bits are all set, because it is compared with hashes that lack their last step."""
+    """Returns the largest hash (uint32) with which a token of weight `heaviest` or less can have time `best` or an earlier one. The
+    low UNMIXED_BITS bits are all set, because the result is compared with hashes that lack their last step, which changes only
+    these bits."""
     limit = float64(best) * float64(heaviest) * float64(2.0**32) * _ROUNDING
     if not limit < 2.0**32 - 2.0**UNMIXED_BITS:
         return uint32(0xFFFFFFFF)
@@ -129,8 +131,9 @@ def _look(
     best: Any,
     winner: int,
 ) -> tuple[Any, int]:
-    """Returns the earlier of two (time, token): that of the earliest of `count` tokens from index `at` on whose weight is at least
-    `floor`, and (best, winner). Of equal times the lower token counts."""
+    """Updates the winner of the race with `count` tokens from index `at` on, of which those with a weight of at least `floor` take
+    part. best, winner: the earliest time so far and its token. Returns the new time and token; of equal times the lower token
+    wins."""
     own, words = _weights(row, at, count, largest, factor), hashes(unmixed)
     uniform = (float_of_hashes(words) + float32(0.5)) * float32(2.0**-32)
     marks = up_to(uniform, own * (best * float32(_ROUNDING))) & at_least(bits_of(own), floor) & ((int64(1) << count) - int64(1))
@@ -161,8 +164,9 @@ def _race_stripe(
     best: Any,
     winner: int,
 ) -> tuple[Any, int]:
-    """Returns the earliest time and its token among (best, winner) and the tokens from begin to below end, none of which weighs
-    more than `heaviest`, a scalar. first, second: the keys key0 and key1. drawn: work space, as in _look."""
+    """Updates the winner of the race with the tokens from begin to below end. best, winner: the earliest time so far and its token.
+    Returns the new time and token. heaviest: a scalar, an upper bound of these tokens' weights. first, second: the keys key0 and
+    key1. drawn: work space, as in _look."""
     latest = _latest(best, heaviest)
     whole = end - (end - begin) % _AT_ONCE
     for at in range(begin, whole, _AT_ONCE):
@@ -187,9 +191,9 @@ def _race_stripe(
 
 @njit(**_HELPER)
 def _in_order(heaviest: Any, floor: Any, order: Any) -> int:
-    """Writes to `order` [S] int32 the numbers of the stripes that may hold weights of at least `floor`, and returns how many these
-    are. A stripe is a run of adjacent tokens of a row. heaviest [S] float32: an upper bound of the weights in each stripe. Stripes
-    heavier than the mean come first: heavy tokens give early times, which let more of the other tokens be skipped."""
+    """Writes to `order` [S] int32 the numbers of the stripes that may hold weights of at least `floor`, and returns the number of
+    these stripes. Stripes whose upper bound is at least the mean come first, because heavy tokens give early times, which let more
+    of the other tokens be skipped."""
     mean, num_heavy, num_light, last = heaviest.mean(), 0, 0, heaviest.shape[0] - 1
     for stripe in range(heaviest.shape[0]):  # without branches, because which stripe is heavy cannot be predicted
         order[num_heavy], order[last - num_light] = stripe, stripe
@@ -214,8 +218,8 @@ def race(
     drawn: Any,  # [2, 16] int32, work space
     ahead: int,  # elements from this row to the row that is raced next, which is fetched meanwhile
 ) -> int:
-    """Returns the token that wins the race among those of a weight of at least `floor`. first, second: the keys key0 and key1 of
-    the random numbers. 0 if no token takes part."""
+    """Returns the token that wins the race among those with a weight of at least `floor`; 0 if there is none. first, second: the
+    keys key0 and key1 of the random numbers."""
     vocab = row.shape[0]
     best, winner = float32(np.inf), 0
     for number in range(_in_order(heaviest, floor, order)):
@@ -238,8 +242,8 @@ def bits_of_weight(logit: Any, largest: Any, factor: Any, drawn: Any) -> Any:
 
 @njit(inline="always", **_HELPER)
 def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit: Any) -> tuple[Any, Any]:
-    """Returns two sums of 2 ** ((logit - largest) * unit), each power with a relative error up to ROUGH_ERROR, over a row's tokens
-    from begin to below end: of all, and of those whose logit is at most `limit`."""
+    """Returns two approximate sums of weights over a row's tokens from begin to below end: of all tokens, and of those whose logit
+    is at most `limit`. A weight is 2 ** ((logit - largest) * unit), with a relative error up to ROUGH_ERROR."""
     total, light = lanes_of(float32(0.0)), lanes_of(float32(0.0))
     whole = end - (end - begin) % LANES
     for at in range(begin, whole, LANES):
@@ -296,8 +300,8 @@ def _mass(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any) -> Any
 
 @njit(**_HELPER)
 def is_within(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any, top_p: Any, winner: int, winner_bits: Any) -> bool:
-    """Returns whether the tokens heavier than `winner` hold less than top_p of the sum of all weights of at least `floor`, which
-    makes the winner one of the tokens that top_p leaves. winner_bits: the bits of its weight."""
+    """Returns whether top_p keeps the winner: the tokens heavier than the winner hold less than top_p of the sum of all weights of
+    at least `floor`. winner_bits: the bits of the winner's weight."""
     if floor == int32(0):
         found = _roughly_within(row, heaviest, largest, factor, top_p, winner)
         if found >= 0:
@@ -346,8 +350,8 @@ def kth_logit(row: Any, tops: Any, k: int) -> Any:
     """Returns the k-th largest of a row's logits, for k from 1 to V, where equal logits count separately. tops: as stripe_tops
     fills it.
 
-    It looks only at the logits that are at least the k-th largest of tops (the least, if there are fewer), unless these are fewer
-    than k."""
+    To save work, it first collects only logits that are at least the k-th largest of tops (or the least of tops, if there are fewer
+    than k). Only if these are fewer than k, it uses all logits."""
     values = np.empty(row.shape[0] + 1, np.float32)
     bound = _kth(tops, tops.shape[0], min(k, tops.shape[0]))
     num = _gather_from(row, tops, bound, values)

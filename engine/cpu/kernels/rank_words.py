@@ -1,6 +1,5 @@
-"""The indices of the words (int64) through which ranks, the devices of a group, exchange their parts of a tensor, for the compiled
-kernels (engine/cpu/kernels/ranks.py) and for the code that does the same without Numba.
-"""
+"""The indices of the words (int64) with which ranks, the devices of a group, exchange their parts of a tensor. The compiled kernels
+(engine/cpu/kernels/ranks.py) and the code that does the same without Numba (engine/cpu/ranks.py) both use them."""
 
 from __future__ import annotations
 

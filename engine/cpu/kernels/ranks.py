@@ -1,17 +1,17 @@
-"""Joins the parts of a tensor that the devices of a group have computed (Numba), through memory that their processes share
-(engine/host/rank_memory.py).
+"""Joins the parts of a tensor that the ranks, the devices of a group, have computed (Numba), through memory that their processes
+share (engine/host/rank_memory.py).
 
-Each rank copies a piece of its part into one of its two buffers, publishes that it has (a store with release), waits until all
-ranks have (loads with acquire), and reads all buffers in the order of the ranks. Two buffers by turns are enough: a rank that
-publishes piece n has read all of piece n - 1, so once all have published n, the buffers of n - 1 may be written.
+Each rank copies a piece of its part into one of its two buffers, publishes the piece (a store with release), waits until all ranks
+have published theirs (loads with acquire), and reads all buffers in the order of the ranks. Two buffers used alternately are
+enough: a rank that publishes piece n has read all of piece n - 1, so once all have published n, the buffers of n - 1 may be
+overwritten.
 
-A rank waits by spinning, for SPIN_NS at most, and then sleeps in the kernel (futex(2)) until the counter that it waits for grows.
-A late rank wakes those that sleep when its step begins (engine/cpu/ranks.py), because waking takes several times as long as a sum.
-So who was woken spins anew, for WOKEN_SPIN_NS. A rank gives up once the group is broken. The results of that and all later calls
-are worthless.
+A rank waits by spinning, for SPIN_NS at most. Then it sleeps in the kernel (futex(2)) until the counter that it waits for grows.
+Waking a sleeping rank takes several times as long as a sum, so a late rank wakes the sleepers already when its step begins
+(engine/cpu/ranks.py), and these then spin for WOKEN_SPIN_NS. A rank stops waiting once the group is broken. The results of that
+call and of all later ones have no meaning.
 
-Shapes: T tokens or rows, W width, S ranks.
-"""
+Shapes: T tokens or rows, W width, S ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HELPER: dict[str, Any] = {"error_model": "numpy"}
 
 
 def _place(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Returns a pointer to word `index` of an int64 array, for the arguments of an intrinsic. The array's rows must lie end to
+    """Returns a pointer to word `index` of an int64 array that is an argument of an intrinsic. The array's rows must lie end to
     end."""
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
 
@@ -60,8 +60,8 @@ _load_acquire, _load_in_order, _load_relaxed = _atomic_load("acquire"), _atomic_
 
 @intrinsic
 def _store_in_order(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
-    """Stores a value to words[index] (int64), sequentially consistent: no later load in order comes before it. So either this rank
-    sees that another one sleeps, or that one sees the value before it sleeps."""
+    """Stores a value to words[index] (int64), sequentially consistent: no later sequentially consistent load is moved before the
+    store. So either this rank sees that another rank sleeps, or the other rank sees the value before it begins to sleep."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[2], _place(context, builder, signature.args[0], *args[:2]), "seq_cst", 8)
@@ -72,7 +72,8 @@ def _store_in_order(typing_context: Any, words: Any, index: Any, value: Any) -> 
 
 @intrinsic
 def _add_in_order(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
-    """Adds a value to words[index] (int64) atomically, sequentially consistent: no later load in order comes before it."""
+    """Adds a value to words[index] (int64) atomically, sequentially consistent: no later sequentially consistent load is moved
+    before it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.atomic_rmw("add", _place(context, builder, signature.args[0], *args[:2]), args[2], "seq_cst")
@@ -111,9 +112,9 @@ def _now_ns(typing_context: Any) -> Any:
 
 
 def _futex(builder: Any, place: Any, operation: int, value: Any, timeout: Any) -> Any:
-    """Emits a futex(2) call with `operation` on the low 32 bits of the word at `place`, which are its first bytes on the processors
-    that are served, and returns its result. value: the operation's own argument. timeout: the address of a timespec, or 0 for
-    none."""
+    """Emits a futex(2) call on the low 32 bits of the word at `place`, and returns the call's result. These bits are the word's
+    first bytes, because all supported processors are little-endian. operation, value: FUTEX_WAIT with the expected value, or
+    FUTEX_WAKE with the number of threads. timeout: the address of a timespec; 0: none."""
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
     return builder.call(function, [_I64(FUTEX), builder.ptrtoint(place, _I64), _I64(operation), value, timeout, _I64(0), _I64(0)])
@@ -121,8 +122,8 @@ def _futex(builder: Any, place: Any, operation: int, value: Any, timeout: Any) -
 
 @intrinsic
 def _sleep(typing_context: Any, words: Any, index: Any, seen: Any) -> Any:
-    """Sleeps while the low 32 bits of words[index] are those of `seen`, until _wake is called for the word, or for SLEEP_NS at
-    most. Returns 0 if it was woken, else another number (int64)."""
+    """Sleeps until _wake is called for words[index], for SLEEP_NS at most. Does not sleep if the low 32 bits of the word differ
+    from those of `seen`. Returns 0 if the thread was woken, else another number (int64)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         time = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
@@ -149,8 +150,8 @@ def _wake(typing_context: Any, words: Any, index: Any) -> Any:
 
 @njit(**_HELPER)
 def _publish(counters: Any, rank: int, turn: int) -> None:
-    """Tells all ranks that rank `rank` has filled its buffer for this turn, and wakes those that sleep. counters: [S, LINE_WORDS]
-    int64."""
+    """Tells all ranks that rank `rank` has filled its buffer for exchange number `turn`, and wakes those that sleep. counters: [S,
+    LINE_WORDS] int64."""
     line = LINE_WORDS * rank
     _store_in_order(counters, line + PUBLISHED, turn)
     if _load_in_order(counters, line + SLEEPERS) > 0:
@@ -159,8 +160,8 @@ def _publish(counters: Any, rank: int, turn: int) -> None:
 
 @njit(**_HELPER)
 def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
-    """Waits until rank `other` has published this turn: spins for SPIN_NS, then sleeps, and spins anew when it is woken. Returns
-    False if the group is broken, else True."""
+    """Waits until rank `other` has published exchange number `turn`, and returns True; returns False once the group is broken. It
+    spins for SPIN_NS, then sleeps, and spins again whenever it is woken."""
     word = LINE_WORDS * other + PUBLISHED
     spins, begin_ns, most_ns = 0, int64(0), SPIN_NS
     while _load_acquire(counters, word) < turn:
@@ -184,10 +185,9 @@ def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
 
 @njit(**_HELPER)
 def _exchange(values: Any, at: int, count: int, own: Any, broken: Any, counters: Any, buffers: Any, rank: int) -> int:
-    """Copies `count` values, those from index `at` on, into this rank's buffer, publishes that, and waits for all other ranks'
-    pieces. own: this rank's own counters, among them the number of pieces so far. counters: those that the ranks share, a row for
-    each rank. Returns the number of the turn, 1 or more, or 0 if the group is broken. Rank r's piece is then in buffers[2 r + turn
-    % 2]."""
+    """Copies `count` values, from index `at` on, into this rank's buffer, publishes them, and waits until all other ranks have
+    published theirs. Returns the number of this exchange, n >= 1, or 0 if the group is broken. Rank r's values are then in
+    buffers[2 r + n % 2]. The other arguments are those of sum_ranks."""
     turn = own[PIECES] + 1
     own[PIECES] = turn
     to = buffers[2 * rank + (turn & 1)]
@@ -202,8 +202,9 @@ def _exchange(values: Any, at: int, count: int, own: Any, broken: Any, counters:
 
 @njit(inline="always", **_HELPER)
 def _add_lanes(values: Any, at: int, buffers: Any, first: int, step: int, num: int) -> None:
-    """Writes to values, from index `at` on, the sums over the ranks of `num` elements (16 at most) of their buffers, in float32, in
-    the order of the ranks. The first rank's elements are at flat index `first` of buffers, and each next rank's `step` further."""
+    """Adds up `num` elements (16 at most) of all ranks' buffers, in float32 and in the order of the ranks, and writes the sums to
+    values from index `at` on. first: the flat index of the first rank's elements in buffers. step: elements from one rank's to the
+    next one's."""
     total = load(buffers, first, num)
     for other in range(1, buffers.shape[0] // 2):
         total += load(buffers, first + other * step, num)
@@ -216,12 +217,12 @@ def sum_ranks_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def sum_ranks(x: Any, own: Any, broken: Any, counters: Any, buffers: Any, rank: int) -> None:
-    """Replaces the first own[SUM_ROWS] rows of x [T, W] by the sum of all ranks' x: in float32, in the order of the ranks, and
-    rounded once. If the group is broken, x is worthless.
+    """Replaces the first own[SUM_ROWS] rows of x [T, W] by the sum of all ranks' x, added up in float32, in the order of the ranks,
+    and rounded once. If the group is broken, x has no meaning afterwards.
 
-    own [OWN_WORDS] int64: this rank's words (rank_words.py). broken [1] int64: not 0 once the group is broken. counters [S,
-    LINE_WORDS] int64 and buffers [2 S, elements]: in memory that the ranks share; rank r has line r, and buffers 2 r and 2 r + 1.
-    rank: this one's number."""
+    own [OWN_WORDS] int64: words of this rank alone (rank_words.py). broken [1] int64: not 0 once the group is broken. counters [S,
+    LINE_WORDS] int64 and buffers [2 S, elements]: memory that the ranks share; rank r has line r, and buffers 2 r and 2 r + 1.
+    rank: this rank."""
     values = x.reshape(-1)
     total, room = min(own[SUM_ROWS], x.shape[0]) * x.shape[1], buffers.shape[1]
     for at in range(0, total, room):
@@ -243,7 +244,7 @@ def gather_ranks_signature(element: types.Type) -> Any:
 @njit(**_OPTIONS)
 def gather_ranks(part: Any, own: Any, broken: Any, counters: Any, buffers: Any, rank: int, out: Any) -> None:
     """Writes the first own[GATHER_ROWS] rows of all ranks' parts [T, W] side by side, in the order of the ranks, to out [T, S * W].
-    If the group is broken, out is worthless. The other arguments are those of sum_ranks."""
+    If the group is broken, out has no meaning. The other arguments are those of sum_ranks."""
     values, width = part.reshape(-1), part.shape[1]
     total, room = min(own[GATHER_ROWS], part.shape[0]) * width, buffers.shape[1]
     for at in range(0, total, room):

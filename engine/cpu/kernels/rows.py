@@ -27,7 +27,8 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 def _compiled(function: Any) -> tuple[Any, Any]:
-    """Returns a kernel's Python function compiled in two forms: for one thread, and with its prange loop parallel."""
+    """Returns two compiled forms of a kernel's Python function: one for one thread, and one whose prange loop runs in several
+    threads."""
     return njit(**_OPTIONS)(function), njit(**_OPTIONS, parallel=True)(named(function.__name__ + "_parallel", function))
 
 
@@ -36,8 +37,8 @@ def gather_rows_signature(element: types.Type) -> Any:
 
 
 def _gather_rows(ids: Any, weight: Any, first: int, scale: float, out: Any) -> None:
-    """Writes the rows `ids` [T] of a table, times scale, to out [T, W], rounded to its elements. weight [V, W]: the table's rows
-    from `first` on; other rows are written as zeros."""
+    """Writes the rows of a table with the indices ids [T], times scale, to out [T, W], rounded to out's element type. weight [V,
+    W]: a part of the table, whose first row has index `first`. Rows of the table outside of this part are written as zeros."""
     factor = float32(scale)
     for row in prange(ids.shape[0]):
         at, to = ids[row] - first, out[row]
@@ -71,10 +72,11 @@ def _scale_lanes(values: Any, at: int, factor: Any, weight: Any, around_one: boo
 
 @njit(**_HELPER)
 def _scale(values: Any, at: int, total: Any, eps: float, weight: Any, around_one: bool, out: Any) -> None:
-    """Writes to out (at the same indices) the values at indices `at` to at + W divided by sqrt(total / W + eps), times weight [W].
+    """Writes to out the values at indices `at` to below at + W, divided by sqrt(total / W + eps), times weight [W], at the same
+    indices.
 
-    total: the sum of their squares. The values are rounded to the element type before the weight is applied, as in transformers.
-    around_one (Gemma): they are multiplied with 1 + weight instead, and rounded once."""
+    total: the sum of the values' squares. The quotients are rounded to the element type before they are multiplied by the weight,
+    as in transformers. around_one (Gemma): they are multiplied by 1 + weight instead, and only the product is rounded."""
     width = weight.shape[0]
     factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
     whole = width - width % LANES
@@ -107,8 +109,8 @@ def add_rms_norm_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _add_lanes(x: Any, residual: Any, at: int, count: int, scale: Any, weight: Any) -> Any:
-    """Adds `count` elements of x from index `at` on, times scale, to those of residual in place, rounded. Returns the sums in
-    float32 lanes. weight: read for its element type alone, to which the sums are rounded."""
+    """Adds `count` elements of x from index `at` on, times scale, to the same elements of residual, in place. Returns the rounded
+    sums in float32 lanes. weight: read for its element type alone, to which the sums are rounded."""
     values = rounded(load(residual, at, count) + load(x, at, count) * scale, weight[0])
     store(residual, at, count, values)
     return values
@@ -116,7 +118,8 @@ def _add_lanes(x: Any, residual: Any, at: int, count: int, scale: Any, weight: A
 
 @njit(inline="always", fastmath=FASTMATH)
 def _add_squares(x: Any, residual: Any, at: int, count: int, scale: Any, weight: Any) -> Any:
-    """Adds as _add_lanes does, with the same arguments, and returns the squares of the sums."""
+    """Adds elements of x to residual as _add_lanes does, and returns the squares of the sums. The arguments are those of
+    _add_lanes."""
     values = _add_lanes(x, residual, at, count, scale, weight)
     return values * values
 
@@ -145,8 +148,8 @@ def layer_norm_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _spread(values: Any, at: int, count: int, mean: Any) -> Any:
-    """Returns the squares of the differences between `count` values from index `at` on and `mean`, in float32 lanes. In lanes from
-    `count` on they have no meaning."""
+    """Returns in float32 lanes the squares of (value - mean) for `count` values from index `at` on. Lanes from `count` on have no
+    meaning."""
     own = load(values, at, count) - mean
     return own * own
 
@@ -163,9 +166,8 @@ def _even_lanes(
 
 @njit(**_HELPER)
 def _even(values: Any, at: int, total: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
-    """Writes to out (at the same indices) the LayerNorm of the values at indices `at` to at + W: the values less their mean,
-    divided by the root of their variance plus eps, times weight [W], plus bias. bias: [W], or [0] for none. total: the sum of the
-    values."""
+    """Writes to out the LayerNorm of the values at indices `at` to below at + W, at the same indices: (value - mean) /
+    sqrt(variance + eps) * weight [W] + bias. bias: [W], or [0] for none. total: the sum of the values."""
     width, has_bias = weight.shape[0], bias.shape[0] > 0
     mean, whole = float32(total / float32(width)), width - width % LANES
     squares = first_lanes(_spread(values, at + whole, width - whole, mean), width - whole)
@@ -195,9 +197,9 @@ def _layer_norm_vector(x: Any, residual: Any, at: int, scale: Any, weight: Any, 
 
 
 def _layer_norm(x: Any, residual: Any, scale: float, weight: Any, bias: Any, eps: float, out: Any) -> None:
-    """Writes the LayerNorm of each row of x [T, W] to out [T, W]; with a residual [T, W] adds x times scale to the residual in
-    place, and writes the norm of that sum. residual: [0, W] for none. bias: [W], or [0] for none. The norm is computed in float32
-    and rounded once."""
+    """Writes the LayerNorm of each row of x [T, W] to out [T, W]. If there is a residual [T, W], first adds x times scale to it in
+    place, and writes the LayerNorm of that sum instead. residual: [0, W] for none. bias: [W], or [0] for none. The norm is computed
+    in float32 and rounded once."""
     factor = float32(scale)
     for row in prange(x.shape[0]):
         _layer_norm_vector(x, residual, row * x.shape[1], factor, weight, bias, eps, out)
@@ -211,8 +213,8 @@ def rope_and_store_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _turn_lanes(qkv: Any, at: int, turns: Any, turns_at: int, half: int, d: int, count: int) -> None:
-    """Rotates `count` pairs (d, half + d) of a head's dimensions, from dimension d on, in place. at: the index in qkv of the head.
-    turns, from turns_at on: `half` cosines, then `half` sines."""
+    """Rotates `count` pairs of a head's dimensions, (d, half + d) and the next ones, in place. at: the index in qkv of the head's
+    first dimension. turns: from index turns_at on, `half` cosines, then `half` sines."""
     left, right = load(qkv, at + d, count), load(qkv, at + half + d, count)
     cosine, sine = load(turns, turns_at + d, count), load(turns, turns_at + half + d, count)
     store(qkv, at + d, count, left * cosine - right * sine)
@@ -310,7 +312,7 @@ def gate_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _exp(x: Any, out: Any) -> Any:
-    """Returns e**x of float32 lanes, about as exact as elements of `out`'s type (float32 or bfloat16 bits) can represent."""
+    """Returns e**x of float32 lanes, about as exact as the element type of `out` (float32 or bfloat16 bits) can represent."""
     return exp_for_bfloat16(x) if out.itemsize == 2 else exp(x)
 
 

@@ -2,9 +2,8 @@
 
 Shapes: N rows, V vocabulary.
 
-Floats compare as integers once the magnitude bits of negative ones are flipped, and an exponent of all ones is NaN or infinity. So
-maxima are taken of integers, which vectorise and are not misled by NaN.
-"""
+Floats are compared as integers: with the magnitude bits of negative floats flipped, the integers have the order of the floats.
+Maxima of integers are vectorised, and NaN cannot disturb them. A float whose exponent bits are all ones is NaN or an infinity."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ def _greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
 
 
 def _greedy_bfloat16(logits: Any, ids: Any, bad: Any) -> None:
-    """Writes the most likely token of each row of logits [N, V], which are bfloat16 bits as int16, to ids [N], of equal ones the
-    lowest, and to bad [N] whether the row holds NaN or an infinity."""
+    """Finds the most likely token of each row of logits [N, V] (bfloat16 bits as int16), of equal ones the lowest, and writes it to
+    ids [N]. Writes to bad [N] whether the row holds NaN or an infinity."""
     vocab = logits.shape[1]
     for n in prange(logits.shape[0]):
         row = logits[n]
@@ -98,9 +97,9 @@ def _sample_row(
     drawn: Any,  # [2, 16] int32, work space
     ahead: int,  # elements from this row to the next, which is prefetched
 ) -> int:
-    """Returns the token that is sampled from a row of logits [V], or -1 if the row holds NaN or an infinity. first, second: the
-    keys of its random numbers. temperature 0 or less: the most likely token. top_p 1 or more, top_k 0 or V and more, min_p 0: no
-    cut."""
+    """Returns the token that is sampled from a row of logits [V], or -1 if the row holds NaN or an infinity. With a temperature of
+    0 or less it is the most likely token. A top_p of 1 or more, a top_k of 0 or of at least V, and a min_p of 0 exclude no token.
+    first, second: the keys of the row's random numbers."""
     tops, heaviest = stripes[0], stripes[1]
     if not stripe_tops(row, tops):
         return -1
@@ -143,13 +142,13 @@ def _sample(
     ids: Any,
     bad: Any,
 ) -> None:
-    """Samples a token for each row of logits [N, V] and writes it to ids [N]; see reference.sample, which describes the settings
-    ([N] each, as are key0 and key1) and the exponential race.
+    """Samples a token for each row of logits [N, V] and writes it to ids [N]. reference.sample describes the settings temperature
+    to key1 ([N] each) and the exponential race.
 
-    num_shares: the number of shares that the rows are dealt out to, one for each thread. bad: [N], set where a row holds NaN or an
-    infinity; its id is 0.
+    num_shares: the number of shares into which the rows are divided, one for each thread. bad [N]: set to whether a row holds NaN
+    or an infinity; its id is then 0.
 
-    The token depends on the row alone, and hardly ever on the last bits of the logits."""
+    The token depends on the row and its settings alone, and hardly ever on the last bits of the logits."""
     for share in prange(num_shares):
         stripes = np.empty((2, (logits.shape[1] + STRIPE - 1) // STRIPE), np.float32)
         order, drawn = np.empty(stripes.shape[1], np.int32), np.empty((2, LANES), np.int32)

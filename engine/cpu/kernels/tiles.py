@@ -1,7 +1,7 @@
-"""Sums of products of a few rows with a few weight rows, kept in vector registers: the inner loop of the linear kernels.
+"""Generates the inner loop of the linear kernels: sums of products of a few rows with a few weight rows, which are kept in vector
+registers.
 
-It is generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
-"""
+The loop is generated as LLVM code because Numba's vectoriser does not keep a tile's sums in registers (see vectors.py)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def dot_tile(num_rows: int, num_outputs: int) -> Any:
     """Returns a function (x, x_at, x_stride, weight, weight_at, weight_stride, length, ahead, fetched, sums, sums_at) for kernels
     that multiplies num_rows rows of x with num_outputs rows of weight.
 
-    For row r and output n it adds the products of `length` elements of x from x_at + r * x_stride on with those of weight from
-    weight_at + n * weight_stride on to the 16 partial sums at sums_at + 16 * (r * num_outputs + n).
+    For row r and output n it multiplies `length` elements of x from x_at + r * x_stride on with those of weight from weight_at + n
+    * weight_stride on, and adds the products to the 16 partial sums at sums_at + 16 * (r * num_outputs + n).
 
-    Meanwhile it prefetches `fetched` (1 to num_outputs) weight rows, `ahead` elements after these. Tiles that use the same weights
-    share that work, because otherwise the memory would be idle while all tiles but the first compute."""
+    It also prefetches `fetched` (1 to num_outputs) weight rows that lie `ahead` elements after these. Tiles that use the same
+    weights divide this prefetching among them, so that memory is busy during all of them."""
 
     @intrinsic
     def tile(
@@ -87,8 +87,8 @@ def dot_tile(num_rows: int, num_outputs: int) -> Any:
 
 @intrinsic
 def fold_sums(typing_context: Any, sums: Any, at: Any, out: Any) -> Any:
-    """Adds up each of 16 groups of 16 partial sums (float32 or int32), which lie end to end from index `at` of sums on, and writes
-    the 16 results to out, from index 0 on, in the same type."""
+    """Adds up 16 groups of 16 partial sums (float32 or int32), which lie end to end from index `at` of sums on, and writes the 16
+    results to out from index 0 on, in the same type."""
     kind = PAIRS if sums.dtype == types.int32 else SUMS
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,9 +1,8 @@
-"""The pieces that the CPU kernels' tiles are written in: LLVM vectors of 16 float32, and loads and products of elements.
+"""Functions with which the tiles of CPU kernels are written: LLVM vectors of 16 float32, and loads and products of elements.
 
-Elements are float32, bfloat16 as uint16 bits, and for weights also int8. If both sides of a product have at most 16 bits, they are
-multiplied as bfloat16 pairs where the processor can (AVX512-BF16, vdpbf16ps, which Numba's vectoriser does not know). Elsewhere
-pairs of bfloat16 are widened first, and int8 weights are multiplied by widened_linear.py.
-"""
+Elements are float32, bfloat16 as uint16 bits, and for weights also int8. If both operands of a product have at most 16 bits, they
+are multiplied as bfloat16 pairs if the processor can (AVX512-BF16, vdpbf16ps, which Numba's vectoriser does not know). On other
+processors pairs of bfloat16 are widened first, and int8 weights are multiplied by widened_linear.py."""
 
 from __future__ import annotations
 
@@ -42,9 +41,9 @@ def vector(kind: ir.Type, value: int | float) -> ir.Constant:
 
 
 class Loader:
-    """Emits the loads of one step's elements of an array: with paired 32 elements as 16 bfloat16 pairs (where both sides of the
-    product have at most 16 bits), else 16 elements as float32. data: a pointer to the array's first element. element: float32,
-    uint16 (bfloat16 bits) or int8."""
+    """Emits the loads of an array's elements, as many as one step of a product uses: 32 elements as 16 bfloat16 pairs if paired,
+    else 16 elements as float32. paired: whether both operands of the product have at most 16 bits. data: a pointer to the array's
+    first element. element: float32, uint16 (bfloat16 bits) or int8."""
 
     def __init__(self, builder: ir.IRBuilder, data: Any, element: types.Type, paired: bool) -> None:
         self._builder, self._element, self._paired = builder, element, paired
@@ -52,12 +51,13 @@ class Loader:
         self.step = 2 * LANES if paired else LANES
 
     def prefetch(self, at: Any, nearness: int = 3) -> None:
-        """Prefetches the cache line of the element at index `at`, into the first-level cache (nearness 3) or the second (2)."""
+        """Emits a prefetch of the cache line of the element at index `at`, into the first-level cache (nearness 3) or the second
+        (2)."""
         prefetch_line(self._builder, self._builder.gep(self._data, [at]), nearness)
 
     def __call__(self, at: Any, count: Any = None) -> Any:
-        """Returns the step's elements from index `at` on, converted as the class says. count (i32): only the first `count` of them
-        are read and the others are 0; None: all are read."""
+        """Returns the elements of one step from index `at` on, as bfloat16 pairs or float32. count (i32): only the first `count`
+        elements are read, and the others are 0; None: all are read."""
         builder, loaded = self._builder, self.raw(at, count)
         if self._element == types.int8:
             wide = builder.sitofp(loaded, ir.VectorType(FLOAT, self.step))
@@ -72,7 +72,8 @@ class Loader:
         return builder.bitcast(loaded, SUMS)
 
     def raw(self, at: Any, count: Any = None) -> Any:
-        """Returns the stored bits of the step's elements from index `at` on as a vector of integers. count: as for a call."""
+        """Returns the stored bits of the elements of one step from index `at` on, as a vector of integers. count (i32): only the
+        first `count` elements are read, and the others are 0; None: all are read."""
         builder = self._builder
         bits = ir.IntType(32 if self._element == types.float32 else 16 if self._element == types.uint16 else 8)
         raw = ir.VectorType(bits, self.step)
@@ -105,7 +106,8 @@ def fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
 
 
 def fenced(builder: ir.IRBuilder, values: Any) -> Any:
-    """Returns the same 16 float32, but the compiler may not reorder their computation with what uses them."""
+    """Returns the given vector of 16 float32 behind a fence: the compiler may not combine or reorder the computation of the vector
+    with computations that use it."""
     kind = ir.FunctionType(SUMS, [SUMS])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.arithmetic.fence.v{LANES}f32"), [values])
 
@@ -140,8 +142,8 @@ def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paire
 
 
 def fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
-    """Adds up the lanes of each vector, of float32 or of words. There are at most as many vectors as lanes; lane i of the result is
-    the sum of vector i."""
+    """Returns one vector whose lane i is the sum of all lanes of vector i. vectors: at most as many as a vector has lanes, of
+    float32 or of words."""
     lanes = width = vectors[0].type.count  # width: number of lanes that hold parts of one sum
     add = builder.fadd if vectors[0].type.element == FLOAT else builder.add
     while width > 1:
@@ -161,9 +163,9 @@ def shuffle(builder: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> A
 
 
 def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:
-    """Turns vectors of pairs (dimensions 2 i and 2 i + 1 of one token) of one or two tokens into two vectors of pairs (one
-    dimension of both tokens): first those of the even dimensions, then those of the odd ones. Without a second token its values are
-    0."""
+    """Regroups bfloat16 pairs, for one or two tokens. loaded: for each token a vector of pairs of its dimensions 2 i and 2 i + 1.
+    Returns two vectors, whose pairs hold the same dimension of both tokens: the even dimensions, then the odd ones. With one token,
+    the second element of each pair is 0."""
     lower, sixteen = vector(PAIRS, 0xFFFF), vector(PAIRS, 16)
     even, odd = builder.and_(loaded[0], lower), builder.lshr(loaded[0], sixteen)
     if len(loaded) == 2:
@@ -173,8 +175,8 @@ def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:
 
 
 def for_pieces(builder: ir.IRBuilder, count: Any, step: int, body: Any) -> None:
-    """Emits body(k) in a loop over the multiples k of step up to the last whole step of `count`, then body(k, rest) for the `rest`
-    (i32) elements that are left, if there are any."""
+    """Emits a loop that runs body(k) for k = 0, step, 2 step and so on, as long as whole steps of `count` are left, and then
+    body(k, rest) for the remaining `rest` (i32) elements, if there are any."""
     step_value = ir.Constant(I64, step)
     whole = builder.sub(count, builder.urem(count, step_value))
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), whole, step_value) as (k, _):

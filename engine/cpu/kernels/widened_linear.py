@@ -1,13 +1,12 @@
-"""Products with bfloat16 or int8 weights on processors that multiply nothing shorter than float32: weights are widened as they are
-used.
+"""Products with bfloat16 or int8 weights on processors that cannot multiply formats shorter than float32: weights are widened to
+float32 when they are used.
 
-Up to FEW_ROWS rows, or with fewer than PANEL outputs, each tile widens the weights that it multiplies in registers and reads them
-as they lie, because with so few rows memory is the limit. For more rows, a panel of weights is widened and transposed (packed) once
-and multiplied with all rows. Inputs are widened once, before the products. Everything but weights comes from the caches, and
-weights that are needed next are prefetched meanwhile.
+Up to FEW_ROWS rows, or with fewer than PANEL outputs, weights are read as they lie in memory, and each tile widens them in
+registers, because with so few rows memory is the limit. For more rows, a panel of weights is widened and transposed (packed) once
+and then multiplied with all rows. Inputs are widened once, before the products. All data but the weights comes from the caches, and
+weights that are needed next are prefetched.
 
-Shapes: R rows, K inputs, N outputs (OUTPUTS at least). Reference implementations: torch's linear, reference.int8_linear.
-"""
+Shapes: R rows, K inputs, N outputs (OUTPUTS at least). Reference implementations: torch's linear, reference.int8_linear."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ def _padded(count: int, to: int) -> int:
 
 
 def padded_inputs(num_inputs: int) -> int:
-    """Returns how many float32 a row of num_inputs inputs takes once it is widened for weights that are not packed: num_inputs,
-    rounded up to a multiple of STEP."""
+    """Returns how many float32 a widened row of num_inputs inputs takes, for products without packing: num_inputs, rounded up to a
+    multiple of STEP."""
     return (num_inputs + STEP - 1) // STEP * STEP
 
 
@@ -88,15 +87,15 @@ _own_floats = njit(**_HELPER)(_own)
 
 @njit(**_HELPER)
 def _tile_rows(tile: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
-    """Returns the first row of tile number `tile` and its number of rows, when num_rows rows are split as evenly as possible into
-    num_tiles."""
+    """Returns the first row and the number of rows of tile number `tile`, if num_rows rows are divided into num_tiles tiles as
+    evenly as possible."""
     rows, more = num_rows // num_tiles, num_rows % num_tiles
     return tile * rows + min(tile, more), rows + (1 if tile < more else 0)
 
 
 @njit(**_HELPER)
 def widened_tiles(num_rows: int) -> int:
-    """Returns into how many tiles, of at most ROWS rows each, num_rows rows are split where weights are not packed."""
+    """Returns the number of tiles, of at most ROWS rows each, into which num_rows rows are divided for products without packing."""
     return (num_rows + ROWS - 1) // ROWS
 
 
@@ -182,9 +181,9 @@ def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, 
 def widened_stripe(
     columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int
 ) -> None:
-    """Computes outputs begin to below end of all rows into out [R, N], without packing the weights. columns: the inputs as
-    widen_rows leaves them. num_tiles: how many tiles these have. sums: STRIPE_FLOATS float32 of work space. The other arguments are
-    those of _widened_linear."""
+    """Computes outputs begin to below end of all rows into out [R, N], without packing the weights. columns: the inputs, in
+    num_tiles tiles, as widen_rows writes them. sums: STRIPE_FLOATS float32 of work space. The other arguments are those of
+    _widened_linear."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     whole = num_inputs // STEP * STEP
     panels = (end - begin + OUTPUTS - 1) // OUTPUTS
@@ -219,8 +218,8 @@ def widened_stripe(
 
 @njit(**_HELPER)
 def _lay_out(x: Any, first: int, num_rows: int, columns: Any) -> None:
-    """Widens rows first to first + num_rows of x [R, K], a tile for add_packed, into their place in `columns` (float32),
-    transposed: [K, num_rows]."""
+    """Widens rows first to first + num_rows of x [R, K], which are one tile for add_packed, to float32 and transposes them. Writes
+    the tile [K, num_rows] to its place in `columns`."""
     num_inputs = x.shape[1]
     at = first * num_inputs
     whole = max(0, num_inputs - PACKED_BEHIND) // STEP * STEP  # what a step writes behind its own stays within the tile
@@ -264,9 +263,9 @@ def _add_packed(
 
 @njit(**_HELPER)
 def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, own: Any, out: Any, begin: int, end: int) -> None:
-    """Computes outputs begin to below end, at most _PANELS panels, of all rows into out [R, N], with packed weights. columns: the
-    inputs as _lay_out leaves them, in num_tiles tiles. own: the share's work space, for packed weights and sums. Inputs are taken
-    piece by piece."""
+    """Computes outputs begin to below end, at most _PANELS panels, of all rows into out [R, N], with packed weights. Inputs are
+    multiplied piece by piece. columns: the inputs, in num_tiles tiles, as _lay_out writes them. own: the share's work space, for
+    packed weights and sums."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     packed, sums = own, own[_PACKED_PIECE * PANEL :]
     for k in range(0, num_inputs, _PACKED_PIECE):
@@ -297,7 +296,7 @@ def _share(
     words: Any, num_tiles: int, packs: bool, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
     """Computes one share (`share` of num_shares) of the outputs. words: the widened inputs, in num_tiles tiles, then each share's
-    work space (see scratch_floats). packs: whether weights are packed, which decides how the inputs lie."""
+    work space (see scratch_floats). packs: whether weights are packed; the order of the inputs in words depends on it."""
     num_rows, num_outputs = out.shape
     at_once = _PANELS * PANEL if packs else WIDENED_STRIPE
     own_floats = _own_floats(num_rows)

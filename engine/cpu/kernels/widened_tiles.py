@@ -1,12 +1,11 @@
-"""Generates the inner loops (tiles) of products whose weights (bfloat16 or int8) are widened to float32, for processors that
-multiply nothing shorter.
+"""Generates the inner loops (tiles) of products whose weights (bfloat16 or int8) are widened to float32, for processors that cannot
+multiply shorter formats.
 
-They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers. Vectors are as wide as the
+The loops are generated as LLVM code because Numba's vectoriser does not keep a tile's sums in registers. Vectors are as wide as the
 processor's registers, and tiles as large as its number of registers allows, so this file serves AVX-512, AVX2, NEON and processors
 without them.
 
-Shapes: W (WIDTH) float32 values in a vector, K inputs.
-"""
+Shapes: W (WIDTH) float32 values in a vector, K inputs."""
 
 from __future__ import annotations
 
@@ -68,10 +67,10 @@ def _bytes_as_floats(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
 
 
 def call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[Any, list[Any]], None]) -> None:
-    """Emits a call of a separate function `name` with these arguments, because within the loops of its caller the compiler keeps
-    neither a tile's sums nor its addresses in registers (16 rows take twice as long).
+    """Emits the code as a separate LLVM function `name` and a call of it with these arguments. Inside the loops of its caller the
+    compiler would keep neither a tile's sums nor its addresses in registers (16 rows take twice as long).
 
-    body(builder, args) generates the function's code, unless the module has a function of this name."""
+    body(builder, args) generates the function's code, unless the module already has a function of this name."""
     function = builder.module.globals.get(name)
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [arg.type for arg in args]), name)
@@ -86,8 +85,9 @@ def call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[
 
 @contextmanager
 def _in_registers(builder: ir.IRBuilder, data: Any, begin: Any, count: int, is_fresh: Any) -> Iterator[list[Any]]:
-    """Yields `count` pointers to vectors of W float32 sums, which the compiler keeps in registers. Before, they are loaded from
-    data[begin] on, or are 0 if is_fresh (i64) is not 0; when the context ends, they are stored there."""
+    """Yields `count` pointers to vectors of W float32 sums, which the compiler keeps in registers. At the beginning the sums are
+    loaded from data[begin] on, or set to 0 if is_fresh (i64) is not 0; at the end of the context they are stored to data[begin]
+    on."""
     places = [builder.add(begin, I64(number * WIDTH)) for number in range(count)]
     totals = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
     for total in totals:
@@ -114,9 +114,9 @@ def widen_weight(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight: Any) -> Any:
-    """Widens STEP bfloat16 elements of x from index `at` on to float32, into `to` from index to_at on, in the order that
-    add_products needs. For bfloat16 weights those are the elements of even index, then those of odd index; for int8 weights the
-    order is unchanged. weight: read for its element type alone."""
+    """Widens STEP bfloat16 elements of x, from index `at` on, to float32, and writes them to `to` from index to_at on, in the order
+    that add_products needs: for bfloat16 weights the elements of even index, then those of odd index; for int8 weights all in
+    order. weight: read for its element type alone."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, target, to_at, _ = with_data(context, builder, signature, args)
@@ -135,13 +135,13 @@ def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight
 
 
 def add_products(num_rows: int) -> Any:
-    """Returns a function (x, x_at, weight, weight_at, width, steps, ahead, fetched, fresh, sums, sums_at) for kernels that adds the
-    products of `steps` steps of STEP inputs of num_rows rows with OUTPUTS weight rows to the tile of sums [num_rows, OUTPUTS, W] at
-    sums_at. If fresh, the sums start from 0.
+    """Returns a function (x, x_at, weight, weight_at, width, steps, ahead, fetched, fresh, sums, sums_at) for kernels. It
+    multiplies `steps` steps of STEP inputs of num_rows rows with OUTPUTS weight rows, and adds the products to the tile of sums
+    [num_rows, OUTPUTS, W] at sums_at. If fresh, the sums start from 0.
 
-    x: float32 [steps, num_rows, STEP], as widen_step leaves it. width: elements from one weight row to the next. Meanwhile
+    x: float32 [steps, num_rows, STEP], as widen_step writes it. width: elements from one weight row to the next. Meanwhile
     `fetched` (1 to OUTPUTS) weight rows that lie `ahead` elements after these are brought into the second-level cache. Tiles of
-    other rows that use the same weights share that work."""
+    different rows that use the same weights divide this prefetching among them."""
 
     @intrinsic
     def tile(
@@ -201,9 +201,9 @@ def add_products(num_rows: int) -> Any:
 
 @intrinsic
 def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, out_at: Any, stride: Any) -> Any:
-    """Adds up the W lanes of each sum of a tile [ROWS, OUTPUTS, W] from index `at` on, of its first num_rows rows. Writes the
-    OUTPUTS results of each row to out from out_at on, with rows `stride` elements apart. out must have space for ROWS rows: some
-    behind num_rows are written, too."""
+    """Adds up the W lanes of each sum of a tile [ROWS, OUTPUTS, W], which begins at index `at`, for its first num_rows rows. Writes
+    the OUTPUTS results of each row to out from out_at on, with rows `stride` elements apart. out must have space for ROWS rows,
+    because some after the first num_rows may be overwritten."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, count, target, to, row_stride = with_data(context, builder, signature, args)
@@ -229,8 +229,9 @@ def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, 
 
 @intrinsic
 def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any, to_at: Any) -> Any:
-    """Widens and transposes STEP inputs (W with int8 weights) from index `at` on of W weight rows, which are `width` elements
-    apart. Each input becomes a vector of W outputs, float32, and these vectors are PANEL apart in packed from to_at on."""
+    """Widens and transposes STEP inputs (W with int8 weights), from index `at` on, of W weight rows, which are `width` elements
+    apart. Each input becomes a vector of W float32, one for each row. The vectors are written to packed from to_at on, PANEL
+    elements apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights, begin, row, target, to_begin = with_data(context, builder, signature, args)
@@ -250,8 +251,9 @@ def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any
 
 @intrinsic
 def lay_out_step(typing_context: Any, x: Any, at: Any, num_rows: Any, columns: Any, to_at: Any) -> Any:
-    """Widens and transposes STEP bfloat16 inputs from index `at` on of num_rows rows of x [R, K], at most PACKED_ROWS, to float32:
-    [STEP, num_rows] in `columns` from to_at on. Up to PACKED_BEHIND floats behind them are written, too."""
+    """Widens and transposes STEP bfloat16 inputs, from index `at` on, of num_rows rows of x [R, K] (PACKED_ROWS at most), and
+    writes them as float32 [STEP, num_rows] to `columns` from to_at on. Up to PACKED_BEHIND floats after these are overwritten,
+    too."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, begin, count, target, to_begin = with_data(context, builder, signature, args)
@@ -279,8 +281,7 @@ def packed_step(of_int8: bool) -> int:
 
 
 def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
-    """Returns W vectors of W lanes transposed: lane j of vector i becomes lane i of vector j. Each round exchanges half of the
-    lanes of two vectors. The list `vectors` is overwritten."""
+    """Returns W vectors of W lanes transposed: lane j of vector i becomes lane i of vector j. The list `vectors` is overwritten."""
     span = WIDTH // 2
     while span:
         lower = [lane if lane // span % 2 == 0 else lane - span + WIDTH for lane in range(WIDTH)]
@@ -293,12 +294,12 @@ def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
 
 
 def add_packed(num_rows: int) -> Any:
-    """Returns a function (x, x_at, packed, count, fresh, sums, sums_at, weight, fetch_at, width, fetched) for kernels that adds the
-    products of `count` inputs of num_rows rows with a packed panel of weights to the sums [num_rows, PANEL] at sums_at. If fresh,
-    the sums start from 0.
+    """Returns a function (x, x_at, packed, count, fresh, sums, sums_at, weight, fetch_at, width, fetched) for kernels. It
+    multiplies `count` inputs of num_rows rows with a packed panel of weights, and adds the products to the sums [num_rows, PANEL]
+    at sums_at. If fresh, the sums start from 0.
 
-    x: float32 [count, num_rows] from x_at on. packed: [count, PANEL]. Meanwhile the same inputs of `fetched` weight rows from
-    fetch_at on, `width` elements apart, are brought into the second-level cache."""
+    x: float32 [count, num_rows] from x_at on. packed: [count, PANEL]. Meanwhile the same inputs of `fetched` weight rows, which
+    begin at fetch_at and are `width` elements apart, are brought into the second-level cache."""
 
     @intrinsic
     def tile(

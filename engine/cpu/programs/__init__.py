@@ -1,2 +1,3 @@
-"""Programs: recorded kernel calls with their arguments, which are made again without Python between them. The operations
-(engine/cpu/ops.py) import this package, but not engine/cpu/recording, which decides which steps of a model become programs."""
+"""Programs: recorded kernel calls with their arguments, which can be made again without Python between them. The operations
+(engine/cpu/ops.py) use this package. It does not import engine/cpu/recording, which decides which steps of a model become
+programs."""

@@ -1,8 +1,8 @@
 """Calls compiled kernels with fixed arguments, one after the other, without Python between them.
 
-While a matrix multiplication streams weights through the caches, the data that the interpreter needs for a call is pushed out of
-them, so a call costs ten times as much as in a tight loop. Here a list of calls is laid out as words in memory: for each call the
-address of its kernel's machine code, and the arguments as Numba's calling convention passes them. One small function, generated
+A call from Python costs ten times as much within a step as in a tight loop, because a matrix multiplication that streams weights
+through the caches displaces the interpreter's data from them. Here a list of calls is laid out as words in memory: for each call
+the address of its kernel's machine code, and the arguments in the form of Numba's calling convention. One small function, generated
 with llvmlite, makes all the calls."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _preparing = threading.Lock()
 class NativeCalls:
     """A list of kernel calls that run without Python.
 
-    calls: pairs of a kernel, as numba compiled it for the types of its arguments, and these arguments: numbers, and arrays whose
-    rows lie end to end. Every run reads the arrays' elements again, from the same memory."""
+    calls: pairs of a kernel and its arguments. The kernel is what Numba has compiled for the types of these arguments, which are
+    numbers, and arrays whose rows lie end to end. Each run reads the arrays' current elements."""
 
     def __init__(self, calls: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         self._calls = calls  # keeps the arrays alive
@@ -52,8 +52,8 @@ class NativeCalls:
         self._table_at = self._table.ctypes.data
 
     def followed_by(self, other: NativeCalls) -> NativeCalls:
-        """Returns a new NativeCalls whose run makes this object's calls and then the calls of `other`. It uses the arguments that
-        both have laid out in memory."""
+        """Returns a new NativeCalls that makes the calls of this object and then those of `other`. The arguments are not laid out
+        in memory again; the new object uses those of both."""
         joined = object.__new__(NativeCalls)
         joined._calls = [*self._calls, *other._calls]
         joined._arguments = (self._arguments, other._arguments)
@@ -62,8 +62,8 @@ class NativeCalls:
         return joined
 
     def run(self, ticks: npt.NDArray[np.int64] | None = None) -> None:
-        """Makes all calls of the list, in order. If a call fails, it is repeated from Python, which raises the kernel's exception,
-        or RuntimeError if the call does not fail again.
+        """Makes all calls of the list, in order. If a call fails, stops and repeats this call from Python, which raises the
+        kernel's exception. Raises RuntimeError if the repeated call succeeds.
 
         ticks: [calls + 1], filled with the processor's clock before the first call and after each call; None: calls are not
         timed."""
@@ -81,8 +81,8 @@ def _code(overload: Any) -> int:
 
 
 def _forms(overload: Any) -> list[str]:
-    """Returns, for each argument of a compiled kernel, how `_words` has to turn it into 64-bit words: "array", "float" or "whole"
-    (a whole number). Raises TypeError for arguments of other types."""
+    """Returns the form of each argument of a compiled kernel, which says how `_words` converts it to 64-bit words: "array", "float"
+    or "whole" (a whole number or a bool). Raises TypeError for arguments of other types."""
     forms = []
     for kind in overload.signature.args:
         if isinstance(kind, numba.types.Array):
@@ -97,8 +97,8 @@ def _forms(overload: Any) -> list[str]:
 
 
 def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
-    """Returns a call's arguments as 64-bit words, one for each value that Numba passes; an array takes several. forms: the kind of
-    each argument ("array", "float" or "whole")."""
+    """Returns a call's arguments as 64-bit words, in the form in which Numba passes them: one word for a number, several for an
+    array. forms: the form of each argument ("array", "float" or "whole")."""
     words: list[int] = []
     for arg, form in zip(args, forms, strict=True):
         if form == "array":
@@ -112,8 +112,8 @@ def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
 
 
 def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
-    """Compiles the small functions that call kernels with these argument types, unless they exist. It takes 60 ms for all kernels
-    of entry.py. signatures: for each kernel, Numba's types of its arguments."""
+    """Compiles the small functions that call kernels with these argument types from words in memory, except for those that exist
+    already. For all kernels of entry.py this takes 60 ms. signatures: for each kernel, Numba's types of its arguments."""
     with _preparing:
         _runner()
         missing = [kinds for kinds in dict.fromkeys(signatures) if kinds not in _unpackers]
@@ -125,8 +125,8 @@ def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
-    """Generates the body of `function`: it takes a kernel's address and its arguments as words, calls the kernel and returns the
-    kernel's status (0: it succeeded). kinds: Numba's types of the arguments."""
+    """Generates the body of `function`, which calls a kernel. It takes the kernel's address and a pointer to the arguments as
+    words, and returns the kernel's status (0: it succeeded). kinds: Numba's types of the arguments."""
     kernel_type = cpu_target.target_context.call_conv.get_function_type(numba.types.none, kinds)
     builder = ir.IRBuilder(function.append_basic_block())
     kernel = builder.inttoptr(function.args[0], kernel_type.as_pointer())
@@ -148,8 +148,8 @@ def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
 def _runner() -> Any:
     """Compiles and returns the function that makes all calls of a NativeCalls.
 
-    It takes (the table of calls, number of calls, address of the ticks or 0) and returns how many calls were made: all, or those
-    before the one that failed."""
+    The function takes (address of the table of calls, number of calls, address of the ticks or 0), and returns the number of calls
+    that succeeded: all, or those before the first one that failed."""
     function = ir.Function(ir.Module(), ir.FunctionType(_I64, [_I64.as_pointer(), _I64, _I64.as_pointer()]), "run")
     table, num_calls, ticks = function.args
     names = ("begin", "next", "call", "well", "tick", "done")
@@ -193,8 +193,8 @@ def _runner() -> Any:
 
 
 def _addresses(module: ir.Module) -> list[int]:
-    """Compiles an LLVM module and returns the addresses of its functions' machine code, in order. The code stays until the process
-    ends."""
+    """Compiles an LLVM module, and returns the addresses of its functions' machine code, in the module's order. The machine code is
+    kept until the process ends."""
     module.triple = llvmlite.binding.get_process_triple()
     machine = llvmlite.binding.Target.from_default_triple().create_target_machine(opt=1)
     engine = llvmlite.binding.create_mcjit_compiler(llvmlite.binding.parse_assembly(str(module)), machine)

@@ -3,8 +3,8 @@
 Together with engine/cpu/programs/replay.py, which makes the calls again, this is on the CPU what a CUDA graph is on a GPU. A
 program (the recorded calls of a step) holds addresses: of weights, of the KV arena, of the model's input arrays
 (engine/cpu/recording/inputs.py) and of intermediate results. While a step is recorded, engine/cpu/ops.py makes its calls through
-the recorder and gets memory for their results from it. If a model computes anything without the recorder, with torch itself, the
-recorder notices, and the recording is discarded."""
+the recorder, and gets the memory for their results from the recorder. If a model computes anything by torch outside of these calls,
+the recorder notices, and the recording is discarded."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _REGION_BYTES = 256 << 20  # bytes of address space; pages that no step touches 
 
 @dataclass(slots=True, frozen=True)
 class _Piece:
-    """A stretch of the scratch region that is in use, from byte `begin` to before `end`. lent: returns the tensor that uses it, or
-    None once that tensor is destroyed."""
+    """A part of the scratch region that is in use: the bytes from `begin` to before `end`. lent: returns the tensor that uses this
+    part, or None once that tensor is destroyed, which frees the part."""
 
     begin: int
     end: int
@@ -34,12 +34,12 @@ class _Piece:
 
 
 class Scratch:
-    """Memory for the results of calls within steps, shared by all programs of a process, because one step runs at a time.
+    """Memory for the results of calls within steps, shared by all programs of a process, because only one step runs at a time.
 
-    A result is placed in the first sufficient gap between the results in use, so programs of all sizes and models use the same
-    pages, as many as the largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). The
-    memory of a result is free again once the result's tensor is destroyed. So recorded calls, which are kept, must hold other views
-    of the memory."""
+    A result is placed in the first sufficient gap between results that are in use. All programs, of whatever size or model,
+    therefore use the same pages: as many as the largest program needs (at most work_space.recorded_bytes, and 0.5 MB for each
+    thread if weights are packed). A result's memory is free again once its tensor is destroyed. So recorded calls, which are kept,
+    must not hold that tensor, only other views of its memory."""
 
     def __init__(self, num_bytes: int = _REGION_BYTES) -> None:
         self._num_bytes = num_bytes
@@ -48,8 +48,8 @@ class Scratch:
         self.most_bytes = 0  # the highest end of a piece so far
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Returns uninitialised memory [num_rows, width] of this dtype, in a free part of the scratch region; outside of the region
-        if no part is large enough."""
+        """Returns uninitialised memory [num_rows, width] of this dtype in a free part of the scratch region, or, if no free part is
+        large enough, in new memory."""
         if self._region is None:
             self._region = torch.empty(self._num_bytes, dtype=torch.uint8)
         num_bytes = num_rows * width * dtype.itemsize
@@ -70,7 +70,8 @@ class Scratch:
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """One kernel call of a step. args: arrays and numbers, or tensors that nothing else refers to."""
+    """One kernel call of a step. args: numbers, numpy arrays, and tensors that no other code holds (views that were made for this
+    call)."""
 
     kernel: Callable[..., Any]
     args: tuple[Any, ...]
@@ -78,9 +79,10 @@ class Call:
 
 class Recorder:
     """Makes the kernel calls of a step and keeps them in `calls`.
-    scratch: where results are placed.
-    watches: whether to look for torch functions that are called outside of these calls, which makes recording a third slower.
-    missed: name of the first such function, which means that the calls are not the whole step; "": there was none.
+    scratch: the memory for results.
+    watches: whether to look for torch functions that are called outside of kernel calls, which makes recording a third slower.
+    missed: the name of the first torch function that was found in this way, which means that the calls are not the whole step; "":
+    there was none.
     dry: whether calls are recorded without being made."""
 
     def __init__(self, scratch: Scratch, watches: bool = True, dry: bool = False) -> None:
@@ -92,15 +94,16 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether a call that the calling thread makes now is to be recorded. A call within a recorded call is not, because
-        it is a part of that call."""
+        """Returns whether a kernel call that the calling thread makes now is to be recorded. Within a recorded call the result is
+        False, because an inner call is a part of the recorded one."""
         return not self._calling and self._thread == threading.get_ident()
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._scratch.take(num_rows, width, dtype)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> None:
-        """Makes a kernel call and keeps it. args: arrays and numbers, or tensors that nothing else refers to."""
+        """Makes a kernel call, unless the recorder is dry, and keeps it. args: numbers, numpy arrays, and tensors that no other
+        code holds (views that were made for this call)."""
         if not self._dry:
             self._calling = True
             try:
@@ -110,13 +113,13 @@ class Recorder:
         self.calls.append(Call(kernel, args))
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Returns a context manager in which torch functions that are called outside of kernel calls are noticed (`missed`); if the
-        recorder does not watch, it does nothing."""
+        """Returns a context manager in which torch functions that are called outside of kernel calls are found (see `missed`). If
+        `watches` is False, the context manager does nothing."""
         return _Watch(self) if self._watches else nullcontext()
 
     def notice(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Puts a torch function's name into `missed` if it is the first that computes something outside of a kernel call. Called
-        with each torch function that Python calls, and its arguments."""
+        """Receives each torch function that Python calls, with its arguments. If the function computes something outside of a
+        kernel call, and is the first such function, stores its name in `missed`."""
         if not self._calling and not _computes_nothing(function.__name__, args):
             self.missed = self.missed or function.__name__
 
@@ -126,8 +129,8 @@ _recorder: Recorder | None = None  # of the step that is being recorded, if any
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Returns a context manager in which the recorder keeps the kernel calls that this thread makes through the function `call` of
-    this module."""
+    """Returns a context manager in which kernel calls that this thread makes by this module's function `call` are kept in the
+    recorder."""
     global _recorder
     _recorder = recorder
     try:
@@ -145,8 +148,8 @@ def is_recording() -> bool:
 
 def call(kernel: Callable[..., Any], *args: Any) -> None:
     """Calls a kernel with these arguments, and records the call if this thread is recording a step. args must not contain a tensor
-    that the model holds, only other views of its memory: a recorded call keeps its arguments, so the tensor's memory would seem to
-    be in use for as long as the program is kept."""
+    that the model holds, only other views of its memory: a recorded call is kept, and the memory of a tensor in it would stay in
+    use for as long."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
         kernel(*args)
@@ -155,8 +158,8 @@ def call(kernel: Callable[..., Any], *args: Any) -> None:
 
 
 def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns uninitialised memory [num_rows, width] for the result of a kernel call; while a step is being recorded, it is scratch
-    memory. dtype: None for the dtype of `like`."""
+    """Returns uninitialised memory [num_rows, width] for the result of a kernel call. While a step is being recorded, the memory is
+    taken from the recorder's scratch region. dtype: None: the dtype of `like`."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
         return like.new_empty(num_rows, width, dtype=dtype)
@@ -185,8 +188,8 @@ def _computes_nothing(name: str, args: tuple[Any, ...]) -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """A mode of torch in which torch functions that Python calls are reported to a recorder. It is not a TorchDispatchMode, whose
-    first use imports torch._dynamo, which takes 0.9 s in the middle of a step."""
+    """A torch mode that reports each torch function that Python calls to a recorder. It is not a TorchDispatchMode because the
+    first use of one imports torch._dynamo, which takes 0.9 s in the middle of a step."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Runs a recorded step again.
 
-Consecutive calls of compiled kernels are laid out in memory once and then made without Python between them
-(engine/cpu/programs/native.py). Calls of torch are made from Python, at their places between these."""
+Adjacent calls of compiled kernels are laid out in memory once, and are then made without Python between them
+(engine/cpu/programs/native.py). Calls of torch between these are made from Python."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 
 class _Part(Protocol):
-    """Consecutive calls of a program (a recorded step), which run together: those with the indices `first` to before `end`."""
+    """A group of adjacent calls of a program (a recorded step) that run together: those with the indices `first` to before
+    `end`."""
 
     first: int
     end: int
 
     def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
-        """Makes the calls. shared: whether kernels with two variants run in the variant for all threads, else in that for one
-        thread. seconds: an array to which each call's time is added; None: calls are not timed."""
+        """Makes the calls. shared: whether kernels with two variants run in the variant for all threads, else in the one for one
+        thread. seconds: an array to which the time of each call is added; None: calls are not timed."""
         ...
 
 
 class _PythonCall:
-    """A single call of a program (a recorded step), made by Python. at: the call's index in the program."""
+    """A single call of a program (a recorded step) that is made from Python. at: the call's index in the program."""
 
     def __init__(self, call: Call, at: int) -> None:
         self.first, self.end = at, at + 1
@@ -54,8 +55,9 @@ _Forms = tuple[tuple[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]  # (kernel,
 
 
 class _NativePart:
-    """Consecutive calls of compiled kernels in a program (a recorded step), made without Python between them. serial, shared: the
-    calls in the kernels' variants for one thread, and for all threads."""
+    """A group of adjacent calls of compiled kernels in a program (a recorded step), made without Python between them. serial,
+    shared: the calls in the kernels' variants for one thread, and for all threads. first, end: the indices of these calls in the
+    program, from `first` to before `end`."""
 
     def __init__(self, serial: NativeCalls, shared: NativeCalls, first: int, end: int) -> None:
         self.first, self.end = first, end
@@ -95,8 +97,7 @@ class Replay:
     """A sequence of recorded calls, which `run` repeats in order."""
 
     def __init__(self, calls: Sequence[Call], after: Replay | None = None) -> None:
-        """calls: the calls to make, in order. after: a Replay whose calls are made before these in each run; None: there is
-        none."""
+        """calls: the calls to make, in order. after: a Replay whose calls each run makes before `calls`; None: there is none."""
         self._own, self._after = calls, after
         self.calls: Sequence[Call] = calls if after is None else (*after.calls, *calls)
         self.seconds: npt.NDArray[np.float64] | None = None  # [calls], None until `watch`
@@ -107,7 +108,7 @@ class Replay:
 
     @property
     def is_native(self) -> bool:
-        """Returns whether all calls are of compiled kernels, so that they are made without Python between them."""
+        """Returns whether all calls are of compiled kernels, so that a run makes all of them without Python between them."""
         if not self._parts:
             self.lay_out()
         return self._is_native
@@ -123,7 +124,8 @@ class Replay:
             part.run(shared, None if seconds is None else seconds[part.first : part.end])
 
     def lay_out(self) -> None:
-        """Lays out the calls of compiled kernels in memory, for `run`. If this was not done before, `run` does it itself."""
+        """Lays out the calls of compiled kernels in memory, for `run`. The first `run` does this itself if it was not done
+        before."""
         if self._parts:
             return
         before: list[_Part] = []
@@ -139,8 +141,8 @@ class Replay:
         self.seconds = np.zeros(len(self.calls))
 
     def _lay_out(self, first: int) -> list[_Part]:
-        """Returns this object's own calls (not those of `after`) as parts, laid out in memory. first: the index of the first of
-        these calls in the whole program."""
+        """Lays out this object's own calls (not those of `after`) in memory, and returns them as parts. first: the index of the
+        first own call in the whole program."""
         parts: list[_Part] = []
         run: list[_Forms] = []
         for at, call in enumerate(self._own, first):
@@ -157,8 +159,8 @@ class Replay:
         return parts
 
     def _forms(self, call: Call) -> _Forms | None:
-        """Returns a call's compiled kernel with its arguments, in the variants for one thread and for all threads (the same twice
-        if there is only one variant); None if Python must make the call."""
+        """Returns a call as two pairs (compiled kernel, arguments): for the kernel's variant for one thread and for the one for all
+        threads; the same pair twice if there is only one variant. Returns None if the call must be made from Python."""
         kernel: Any = call.kernel
         vary = getattr(kernel, "forms", None)
         if vary is None:
@@ -186,8 +188,8 @@ def _joined(before: list[_Part], behind: list[_Part]) -> list[_Part]:
 
 class Drawing(Replay):
     """The recorded sampling of N tokens from logits. Its calls write ids [N], the sampled tokens, and bad [N], whether a row's
-    logits are not finite. step: the decode step that computes the logits, whose calls are run first; None: the logits must be
-    computed before `run`."""
+    logits hold NaN or an infinity. step: the decode step that computes the logits, and whose calls each run makes first; None: the
+    caller must compute the logits before `run`."""
 
     def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray, step: DecodeProgram | None = None) -> None:
         super().__init__(calls, step)
@@ -195,8 +197,8 @@ class Drawing(Replay):
 
 
 class ChunkProgram(Replay):
-    """A recorded step with chunks of prompts. Its calls write the normed hidden states `hidden` [T, width]; they also copy the
-    states of the tokens to sample from to memory that all chunk programs of the model share."""
+    """A recorded step with chunks of prompts. Its calls write the hidden states after the final norm to `hidden` [T, width]. They
+    also copy the states from which tokens are sampled to memory that all chunk programs of the model share."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
         super().__init__(calls)
@@ -205,7 +207,7 @@ class ChunkProgram(Replay):
 
 class LogitsProgram(Replay):
     """The recorded computation of logits [N, V]. drawings: the recorded sampling from these logits, by (number of rows, whether all
-    rows take their most likely token). If the program is a decode step, its drawings run the step, too."""
+    rows take their most likely token). In a DecodeProgram the drawings also run the decode step."""
 
     def __init__(self, calls: Sequence[Call], logits: Tensor) -> None:
         super().__init__(calls)
@@ -214,9 +216,9 @@ class LogitsProgram(Replay):
 
 
 class DecodeProgram(LogitsProgram):
-    """A recorded decode step of N rows. Its calls write the normed hidden states `hidden` [N, width] and the logits [N, V]. In a
-    pipeline stage that computes no logits the calls pass the states on to the next stage instead; `logits` and `hidden` then mean
-    nothing."""
+    """A recorded decode step of N rows. Its calls write the hidden states after the final norm to `hidden` [N, width], and the
+    logits to `logits` [N, V]. In a pipeline stage before the last one the calls pass states on to the next stage instead; `hidden`
+    and `logits` then have no meaning."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
         super().__init__(calls, logits)

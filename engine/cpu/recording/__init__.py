@@ -1,2 +1,2 @@
-"""Records a model's steps as programs (engine/cpu/programs) when they first run, one for each kind and size, and makes the recorded
-calls again later. That is what CUDA graphs are on a GPU."""
+"""Records a model's steps as programs (engine/cpu/programs): each kind and size of step when it first runs. From then on the
+recorded calls are made again. This is on the CPU what CUDA graphs are on a GPU."""

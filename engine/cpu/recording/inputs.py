@@ -1,7 +1,7 @@
 """The input arrays of recorded steps. Their addresses never change, because programs (recorded steps) contain these addresses.
-Kernels fill the arrays from the sequence table; the calls of these kernels are laid out once for each table.
+Kernels fill the arrays from the sequence table. The calls of these kernels are themselves recorded, once for each sequence table.
 
-Shapes: R rows, T tokens (R for decode steps, plus padding), B blocks of the longest context a model may have."""
+Shapes: R rows, T tokens (in decode steps R plus padding), B blocks of the longest context that the model may have."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Settings:
 
 class StepInputs:
     """The input arrays of one model's recorded steps, for steps of up to max_rows rows and max_tokens tokens (at least as many as
-    rows). A smaller step uses the first entries of each array; the rest is padding.
+    rows). A smaller step uses the first entries of each array; the other entries are padding.
 
-    settings: the settings of the rows that sample in the latest step. last_tokens: for each of these rows the index of its last
-    token in the step, then zeros."""
+    settings: the sampling settings of the rows that sample in the latest step. last_tokens: for each of these rows, the index of
+    its last token in the step; zeros follow."""
 
     def __init__(
         self,
@@ -90,20 +90,21 @@ class StepInputs:
         self._decoding: IntArray | None = None  # slots of the latest step if it only decoded; often the next step has the same
 
     def recorded_rows(self, num_rows: int) -> int:
-        """Returns the number of rows of the program (recorded step) that computes a decode step of num_rows rows: num_rows, or
-        somewhat more if steps are padded. Rows added as padding store nothing and attend to nothing. With few different numbers of
-        rows there are fewer programs, and oneDNN is faster."""
+        """Returns the number of rows, padding included, of the recorded step that computes a decode step of num_rows rows:
+        num_rows, or somewhat more if the model's steps are padded. Rows of padding store nothing and attend to nothing. Padding
+        keeps the number of recorded steps low, and oneDNN is faster with few different numbers of rows."""
         return padded_rows(num_rows) if self._padded else num_rows
 
     def use_adapters(self, adapters: BatchAdapters) -> None:
-        """Makes all steps that are recorded from now on compute the model's LoRA adapters. adapters: the model's tables; their
-        `numbers` are replaced by an array that `fill` writes."""
+        """Makes all steps that are recorded from now on compute the model's LoRA adapters. adapters: the model's tables, in which
+        `numbers` is replaced by an array that `fill` writes."""
         self._adapters = replace(adapters, numbers=np.full(len(self._tokens), -1, np.int32))
 
     def batch(self, num_tokens: int, with_long_rows: bool) -> HostBatch:
-        """Returns the inputs of a recorded step of num_tokens tokens, padding included, as views of the arrays. Calls the kernel
-        that computes rotary cosines and sines from positions, so while a step is recorded that call is its first. with_long_rows:
-        whether the step must be able to compute rows with more than LONG_ROW_TOKENS tokens."""
+        """Returns the inputs of a recorded step of num_tokens tokens, padding included, as views of the arrays. Before that it
+        calls, once for each rotary embedding, the kernel that computes cosines and sines from positions; while a step is recorded,
+        these are its first calls. with_long_rows: whether the step must be able to compute rows with more than LONG_ROW_TOKENS
+        tokens."""
         for rotary, turns in self._turns.items():
             self._ops.rotary_turns(rotary, self._positions[:num_tokens], turns[:num_tokens])
         groups = [
@@ -155,7 +156,7 @@ class StepInputs:
         self._filling[1].run()
 
     def clear(self) -> None:
-        """Turns all rows and tokens in the arrays into padding, which stores nothing and attends to nothing."""
+        """Makes all rows and tokens in the arrays padding, which stores nothing and attends to nothing."""
         self._counts[:] = 0
         self._num_new[:] = 0
         self._decoding = None
@@ -181,12 +182,12 @@ class StepInputs:
 
     @property
     def settings_suffice(self) -> bool:
-        """Returns whether the latest step's tokens depend only on `settings`: no row changes its logits (bias, penalties) or wants
-        log-probabilities."""
+        """Returns whether sampling in the latest step needs nothing but `settings`: no row changes its logits (bias, penalties) or
+        wants log-probabilities."""
         return self._told[APART] == 0
 
     def _fill_from(self, table: SequenceTable) -> Replay:
-        """Returns the kernel calls that fill the arrays from this sequence table each time they are run."""
+        """Returns a Replay of kernel calls that fill the arrays from this sequence table at each run."""
         kernels, own = self._ops.input_kernels(), self.settings
         counts, slots, computed, contexts = self._counts, self._slots, self._computed, self._contexts
         rows, tokens = (counts, slots, computed), (self._positions, self._paged_rows)

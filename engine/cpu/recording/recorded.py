@@ -1,8 +1,8 @@
-"""Records each kind of step when it first occurs, and makes the recorded calls again from then on.
+"""Records each kind of step when it first runs, and makes the recorded calls again from then on.
 
 Decode steps, in which every row has one new token and samples, are recorded up to their logits. Steps with chunks of prompts are
-recorded up to the hidden states of the tokens to sample from; computing logits from these is recorded separately, for each number
-of rows. Sampling from logits is recorded as well.
+recorded up to the hidden states from which tokens are sampled; the computation of logits from these is recorded separately, once
+for each number of rows. Sampling from logits is recorded separately, too.
 
 Shapes: R rows, T tokens, N sampling rows, W width."""
 
@@ -30,13 +30,13 @@ _CHUNK_SIZES = sorted({recorded_tokens(num_tokens) for num_tokens in range(1, MA
 
 
 class RecordedSteps:
-    """The programs (recorded steps) of one model; records steps and runs them again. A step's results stay valid until the next
-    step of any model.
+    """The store of one model's programs (recorded steps). It records steps and runs them again. A step's results stay valid until
+    the next step of any model.
 
     decodes: number of rows -> decode step.
     chunks: number of tokens -> step with chunks of prompts.
-    heads: number of sampling rows -> computation of the logits of steps with chunks.
-    These numbers include padding."""
+    heads: number of sampling rows -> computation of logits for steps with chunks of prompts.
+    All these numbers include padding."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RecordedSteps:
         max_tokens: int,
         title: str,
     ) -> None:
-        """Makes the object without programs; each is recorded when it is first needed.
+        """Makes the store, without programs; each program is recorded when it is first needed.
         max_decodes: the most rows of a decode step that is recorded; 0: none are recorded.
         max_rows, max_tokens: the most rows and tokens of a step with chunks that is recorded; 0: none are recorded.
         title: names the model and its dtype in the log."""
@@ -64,9 +64,9 @@ class RecordedSteps:
         self.heads: dict[int, LogitsProgram] = {}
 
     def decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """Runs a decode step, and records it if it is the first with its number of rows. Returns the program, which holds the
-        step's hidden states and logits. Returns None, with nothing run, if the plan is not a decode step or has more rows than are
-        recorded."""
+        """Runs a decode step, and records it if no step with its number of rows was recorded before. Returns the program, which
+        holds the step's hidden states and logits. Returns None, with nothing run, if the plan is not a decode step or has more than
+        max_decodes rows."""
         if not self._decodes(plan):
             return None
         self._inputs.fill(plan, table)
@@ -78,9 +78,9 @@ class RecordedSteps:
         return program
 
     def hidden(self, plan: BatchPlan, table: SequenceTable) -> Tensor | None:
-        """Runs a step of any kind up to its normed hidden states [T with padding, W], and returns these. Records the step if it is
-        the first with its number of tokens. Returns None, with nothing run, if the plan has more rows or tokens than are
-        recorded."""
+        """Runs a step of any kind, and returns its hidden states after the final norm, [T with padding, W]. Records the step if no
+        step with its number of tokens was recorded before. Returns None, with nothing run, if the plan has more than max_rows rows
+        or max_tokens tokens."""
         if not self._chunks(plan):
             return None
         self._inputs.fill(plan, table)
@@ -92,9 +92,9 @@ class RecordedSteps:
         return program.hidden
 
     def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
-        """Runs a step that was recorded before, with its sampling, and returns the sampled ids [N], and for each row whether its
-        logits were not finite [N]. The sampling is recorded when it first occurs. Returns None, with nothing run, if the step is
-        not recorded, or if a row needs more than its sampling settings (changed logits, log-probabilities)."""
+        """Runs a recorded step with its sampling. Returns the sampled ids [N], and for each sampling row whether its logits hold
+        NaN or an infinity [N]. Records the sampling if it was not recorded before. Returns None, with nothing run, if the step was
+        not recorded before, if its sampling cannot be recorded, or if a row changes its logits or wants log-probabilities."""
         if not self._draws:
             return None
         program: DecodeProgram | ChunkProgram | None = None
@@ -126,22 +126,22 @@ class RecordedSteps:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of tokens for which no step with chunks of prompts is recorded yet. Empty until some step was recorded, which
-        shows that the model's steps can be."""
+        """The numbers of tokens for which no step with chunks of prompts is recorded yet. It is empty until any step was recorded,
+        because only then is it known that the model's steps can be recorded."""
         if not (self.decodes or self.chunks) or not self._max_rows:
             return []
         return [size for size in _CHUNK_SIZES if size <= self._max_tokens and size not in self.chunks]
 
     def record_next(self) -> None:
-        """Records a step with chunks of prompts, of the smallest size in `missing`, without computing it, so that the first step of
-        this size costs no more than later ones."""
+        """Records a step with chunks of prompts, of the smallest size in `missing`, without computing it. The first step of this
+        size then takes no longer than later ones."""
         self._inputs.clear()
         size = self.missing[0]
         self._record_chunk(size, dry=True)
         self.chunks[size].lay_out()
 
     def forget_table(self) -> None:
-        """Drops everything that refers to the sequence table, because the model's sequences are gone."""
+        """Drops everything that refers to the sequence table, because the model has no sequences any more."""
         self._inputs.forget()
 
     def _decodes(self, plan: BatchPlan) -> bool:
@@ -179,8 +179,8 @@ class RecordedSteps:
         return program
 
     def _keeping(self, batch: HostBatch) -> HostBatch:
-        """Returns the same batch. If the model has a predictor, the batch gets memory for the states that the predictor reads,
-        which nothing overwrites before the model's next step."""
+        """Returns the given batch. If the model has a predictor, sets batch.kept to the memory for the states that the predictor
+        reads; nothing overwrites these states before the model's next step."""
         if not (num := self._model.num_kept):
             return batch
         if self.kept is None:
@@ -199,8 +199,8 @@ class RecordedSteps:
         return head
 
     def _may_repeat(self, recorder: Recorder) -> bool:
-        """Returns whether the recorder has all calls of the step, so that they may be made again. If not, logs why, and no further
-        steps are recorded."""
+        """Returns whether the recorder has found all calls of the step, so that they may be made again. If not, logs the reason,
+        and stops recording any steps."""
         if recorder.missed:
             why = "the cpu device has no kernels for some of their operations"
             log.info("%s: steps take longer, because %s (the first is torch's %s)", self._title, why, recorder.missed)
@@ -211,9 +211,9 @@ class RecordedSteps:
     def _draw_first(
         self, program: DecodeProgram | ChunkProgram, head: LogitsProgram | None, num_rows: int, greedy: bool
     ) -> Drawing:
-        """Runs a step, then samples num_rows rows from the step's logits, records the sampling and returns it. program: the
-        recorded step. head: the program that computes the logits; None: it is not recorded yet either. greedy: whether all rows
-        take their most likely token."""
+        """Runs a step and samples num_rows rows from its logits; records the sampling and returns it. program: the recorded step.
+        head: the program that computes the logits; None: it is recorded first. greedy: whether all rows take their most likely
+        token."""
         program.run()
         if head is None:
             head = self._record_head(self._inputs.recorded_rows(num_rows))
@@ -230,7 +230,7 @@ class RecordedSteps:
 
 
 def _run(*replays: Replay) -> None:
-    """Runs the programs in order; if torch computes a part of them, without torch's autograd."""
+    """Runs the programs in order. If torch makes some of their calls, runs them in torch's inference mode."""
     with nullcontext() if all(replay.is_native for replay in replays) else torch.inference_mode():
         for replay in replays:
             replay.run()
