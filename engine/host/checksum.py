@@ -24,8 +24,8 @@ def _kernels() -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], No
 
 
 def of(source: Any) -> int:
-    """Returns the checksum of `source`, a uint8 array, as loader.packing.checksum defines it, but at the speed of the memory where
-    Numba is installed. Releases the GIL."""
+    """Returns the checksum of `source`, a uint8 array, as loader.packing.checksum defines it. With Numba it is as fast as memory
+    can be read. Releases the GIL."""
     kernels = _kernels()
     if kernels is None or source.ctypes.data % 8:
         return loader_checksum.of(source)
@@ -65,6 +65,6 @@ def copy_each(targets: Sequence[int], sources: Sequence[int], num_bytes: Sequenc
 
 def _copy_and_sum(target: Any, source: Any, sums: Any) -> None:
     """Copies `source` to `target` and adds the two sums of its checksum to `sums`. source, target: uint8 arrays of a whole number
-    of 8-byte words. This reference implementation of copy_kernels.copy_and_sum needs numpy alone."""
+    of 8-byte words. This is the reference implementation of copy_kernels.copy_and_sum, in numpy."""
     np.copyto(target, source)
     add_words(source, sums)

@@ -1,5 +1,5 @@
-"""Prepares the daemon's child processes: an environment in which they find hearthd's packages, a limit on their memory, and the
-order in which the kernel ends processes when memory runs out."""
+"""Prepares the daemon's child processes: gives them an environment in which Python finds hearthd's packages, limits their memory,
+and makes the system's kernel kill them before the daemon when memory runs out."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PACKAGES = Path(__file__).resolve().parents[2]  # the folder that contains the f
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Returns a copy of this process's environment whose PYTHONPATH lets `python -P -m PACKAGE` find hearthd's packages from any
-    folder. The folders of this process's own PYTHONPATH follow, as absolute paths. more: variables to set in the copy, over
-    all others."""
+    """Returns the environment variables for a child process: those of this process, changed so that `python -P -m PACKAGE` finds
+    hearthd's packages from any folder. For that the folder of the packages is put before this process's own PYTHONPATH, whose
+    folders become absolute paths. more: variables that replace all others of the same names."""
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGES), *given]), **more}
 
 
 def malloc_tunables(**values: int) -> str:
-    """Returns the value of the environment variable GLIBC_TUNABLES for a child process: this process's own value, plus those of the
-    given tunables of glibc's malloc that it does not set."""
+    """Returns a value of the environment variable GLIBC_TUNABLES for a child process. It is this process's own value, with the
+    given tunables of glibc's malloc added unless that value already sets them. values: name -> value of each tunable."""
     given = os.environ.get("GLIBC_TUNABLES", "")
     ours = (f"glibc.malloc.{name}={value}" for name, value in values.items() if f".{name}=" not in given)
     return ":".join(filter(None, (given, *ours)))
@@ -44,15 +44,15 @@ def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
 
 def end_before_daemon(pid: int) -> None:
     """Makes the system's kernel kill a child of the daemon, and the processes that the child starts, before the daemon when memory
-    runs out. An ended engine is started again and its requests go on, while the daemon's end cuts all connections. Called in the
-    daemon, so that it holds from the child's first allocations on."""
+    runs out: an ended engine is started again and its requests go on, while the daemon's end cuts all connections. The daemon calls
+    this for a new child, so that it also covers the child's first allocations."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
     _raise_oom_score_adj(pid, min(1000, own + OOM_SCORE_ADJ_OVER_DAEMON))
 
 
 def _raise_oom_score_adj(pid: int, value: int) -> None:
-    """Sets the oom_score_adj of a process (the kernel kills processes with a higher value first when memory runs out), unless it is
-    higher already or the process has ended."""
+    """Raises the oom_score_adj of a process to `value`; when memory runs out, the kernel kills processes with a higher score first.
+    Does nothing if the score is higher already, or if the process has ended."""
     file = Path(f"/proc/{pid}/oom_score_adj")
     try:
         if int(file.read_text()) < value:

@@ -1,5 +1,5 @@
-"""Chooses the folder where Numba keeps compiled kernels, and finds the machine code of kernels, so that it can be called without
-checking the arguments' types again."""
+"""Chooses the folder in which Numba keeps compiled kernels. Also finds the machine code of compiled kernels, so that it can be
+called without Numba's check of the arguments' types."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ log = logging.getLogger("engine")
 
 
 def keep_in(cache_dir: str) -> None:
-    """Sets the folder below cache_dir where Numba keeps compiled kernels. Must be called before a kernel is imported.
+    """Makes Numba keep compiled kernels in a folder below cache_dir. Must be called before a kernel is imported.
 
-    cache_dir: "" for the user's own cache. The folder's name contains a digest of all kernels' sources, because Numba itself only
-    checks the file that defines a kernel. If the folder cannot be written, or is full, a warning is logged and the next process
+    cache_dir: "": the user's own cache. The folder's name contains a digest of all kernels' sources, because Numba itself checks
+    only the file that defines a kernel, not the files that it imports. If the folder cannot be written, kernels are kept in a
+    temporary folder until this process ends; if its disk is full, they are not kept. Both log a warning, and the next process
     compiles the kernels again."""
     digest = hashlib.blake2b(digest_size=6)
     engine = Path(__file__).parent.parent
@@ -39,8 +40,8 @@ def keep_in(cache_dir: str) -> None:
 
 
 def keep_in_folder(folder: str) -> None:
-    """Makes Numba keep compiled kernels in exactly this folder. It is for processes that compile kernels for another process: that
-    process has chosen the folder with keep_in and passed it on."""
+    """Makes Numba keep compiled kernels in exactly this folder. It is called in processes that compile kernels for another process,
+    which has chosen the folder by keep_in."""
     import numba
 
     _compile_for_this_processor()
@@ -49,15 +50,15 @@ def keep_in_folder(folder: str) -> None:
 
 
 def folder() -> str:
-    """Returns the folder where compiled kernels are kept, which keep_in or keep_in_folder must have set before."""
+    """Returns the folder in which compiled kernels are kept. keep_in or keep_in_folder must have been called before."""
     import numba
 
     return str(numba.config.CACHE_DIR)
 
 
 def alone(what: str) -> AbstractContextManager[Any]:
-    """Waits until no other process with the same cache folder is in a block named `what`, and returns the context manager of the
-    block: others wait until it is left."""
+    """Waits until no other process with the same cache folder is in a block that was entered as alone(what), and returns the
+    context manager of such a block. Other processes wait until the block is left."""
     os.makedirs(folder(), exist_ok=True)
     lock = open(os.path.join(folder(), f"lock-{what}"), "w")  # noqa: SIM115  # the file is the context
     fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
@@ -65,8 +66,8 @@ def alone(what: str) -> AbstractContextManager[Any]:
 
 
 def _compile_for_this_processor() -> None:
-    """Makes Numba compile without the processor features that HEARTHD_CPU_FEATURES removes. Kernels compiled for other features are
-    separate files of the same cache folder."""
+    """Makes Numba compile without the processor features that HEARTHD_CPU_FEATURES removes. Kernels compiled with other features
+    are kept as separate files in the same cache folder."""
     import llvmlite.binding
     import numba
 
@@ -84,8 +85,8 @@ def use_threading_layer() -> None:
 
 
 def threading_layer() -> str:
-    """Returns the name of the library that is to run Numba's parallel kernels in threads: "omp" (OpenMP) where the system has
-    libgomp, because it shares the machine best with torch's own threads; elsewhere "workqueue", Numba's own."""
+    """Returns the name of the library that runs Numba's parallel kernels in threads: "omp" (OpenMP) if the system has libgomp,
+    which shares the cores best with torch's own threads; else "workqueue", Numba's own."""
     try:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
@@ -95,8 +96,8 @@ def threading_layer() -> str:
 
 @functools.cache
 def writable(folder: str, room_bytes: int = 0) -> str:
-    """Returns a folder in which files can be written: the given one, which is created if it is missing, if it has room for
-    room_bytes bytes; otherwise a temporary folder that is deleted when this process ends, after a warning in the log."""
+    """Returns `folder` if files can be written in it and it has room for room_bytes bytes; creates it if it is missing. Otherwise
+    logs a warning and returns a temporary folder, which is deleted when this process ends."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -112,13 +113,12 @@ def writable(folder: str, room_bytes: int = 0) -> str:
 
 @functools.cache
 def _save_one_at_a_time() -> None:
-    """Changes Numba so that, of all processes with this cache folder, only one at a time saves a compiled kernel, and that an error
-    in saving is only logged as a warning.
+    """Changes how Numba saves a compiled kernel: only one at a time of all processes with this cache folder saves, and an error of
+    the disk is only logged as a warning.
 
-    Numba reads a function's index of the signatures that it was compiled for, adds one and writes the index. If two processes that
-    compile a function for two signatures do this at the same time, one of the two is lost, or both get the same file. Errors of the
-    disk would otherwise be raised by the kernel's first call or by the import of its module, although the kernel is already
-    usable."""
+    To save a kernel, Numba reads the function's index of signatures, adds one and writes the index. If two processes did this at
+    the same time, one of their signatures could be lost, or both could get the same file. An error of the disk would otherwise be
+    raised by the first call of the kernel or by the import of its module, although the compiled kernel can be used."""
     from numba.core.caching import Cache
 
     save = Cache.save_overload
@@ -137,8 +137,8 @@ _found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) ->
 
 
 def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Returns what Numba has compiled of the kernel for arguments of these types (a CompileResult, with the machine code), or None
-    if nothing. If the kernel has several variants, its method `due` picks the one for these arguments."""
+    """Returns Numba's compilation of a kernel for arguments of these types (a CompileResult, with the machine code); None if the
+    kernel is not compiled for them. If the kernel has several variants, its method `due` picks the one for these arguments."""
     due = getattr(kernel, "due", None)
     form = kernel if due is None else due(args)
     overloads = getattr(form, "overloads", None)
@@ -164,9 +164,9 @@ def _kind(arg: Any) -> Any:
 
 
 def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """Returns the function that a call of the kernel with these arguments ends up in: machine code, entered without Numba's check
-    of the argument types (about 1 us). If the kernel is not compiled for them, returns the kernel itself, or its variant for these
-    arguments if its method `due` picks one."""
+    """Returns a function that does the same as the kernel when it is called with arguments of these types, without Numba's check of
+    the types (about 1 us): the kernel's machine code. If the kernel is not compiled for these types, returns the kernel itself, or
+    the variant that its method `due` picks."""
     found = compilation(kernel, args)
     if found is not None:
         entry: Callable[..., Any] = found.entry_point

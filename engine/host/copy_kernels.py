@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def _store_past_cache(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Stores `value` to array[index], both uint64, past the caches (a non-temporal store)."""
+    """Stores `value` to array[index], both uint64, without bringing the cache line into the caches (a non-temporal store)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -54,8 +54,8 @@ def _words_at(typing_context: Any, address: Any) -> Any:
 
 @njit(void(int64[::1], int64[::1], int64[::1], uint64[:, ::1]), error_model="numpy", cache=True, nogil=True)
 def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> None:
-    """Copies P pieces of memory and adds up their checksums, as copy_and_sum does with each. targets, sources [P] int64: addresses
-    of the pieces. num_words [P]: their sizes in 8-byte words. sums [P, 2] uint64: each piece's sums, to which is added."""
+    """Copies P pieces of memory, and adds the two sums of each piece's checksum to its row of sums [P, 2] uint64, as copy_and_sum
+    does. targets, sources [P] int64: addresses of the pieces. num_words [P]: their sizes in 8-byte words."""
     for piece in range(targets.shape[0]):
         extent = (num_words[piece],)
         copy_and_sum(carray(_words_at(targets[piece]), extent), carray(_words_at(sources[piece]), extent), sums[piece])
@@ -63,8 +63,8 @@ def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def sum_up(source: Any, sums: Any) -> None:
-    """Adds the sum of source's words [N] (uint64) to sums[0] and the sum of index * word to sums[1], both modulo 2**64, as
-    copy_and_sum does, without a copy."""
+    """Adds the sum of the words of source [N] (uint64) to sums[0] and the sum of index * word to sums[1], both modulo 2**64. It
+    computes the same sums as copy_and_sum, without a copy."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(source.shape[0]):
         word = source[index]

@@ -1,8 +1,8 @@
-"""Ends an engine process that hangs after its daemon is gone.
+"""Ends an engine process that hangs after its daemon has ended.
 
-An engine may hang: a thread that fails to begin for lack of memory keeps the thread that starts it waiting for ever
-(threading.Thread.start), and a driver's call may not return. While the daemon lives, it ends an engine that gives no sign of life;
-without the daemon nobody would."""
+An engine may hang: if memory is short, a new thread may fail to begin, and threading.Thread.start then waits for ever; or a call of
+a GPU's driver may not return. The daemon ends an engine that gives no sign of life, but once the daemon is gone, no other process
+would."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXIT_ORPHAN = 71
 
 
 def end_with(socket_fd: int) -> None:
-    """Starts a thread that ends this process, with exit code EXIT_ORPHAN, NOTICED_WITHIN_S seconds after the other end of a socket
-    was closed. The thread does not close the socket."""
+    """Starts a thread that waits until the other end of a socket is closed, and NOTICED_WITHIN_S seconds later ends this process,
+    with exit code EXIT_ORPHAN. The thread does not close the socket."""
     Thread(target=_watch, args=(socket_fd,), name="orphan").start()
 
 

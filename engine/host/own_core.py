@@ -1,9 +1,9 @@
 """Gives each engine of a pipeline a core of its own.
 
-Pipeline stages wake each other: one sends its states and goes on with its next step, while the stage that it has woken begins.
+In a pipeline a stage sends its states, which wakes the next stage, and goes on with its own next step while the next stage begins.
 Linux often wakes a thread on the core of the thread that wakes it, even if another core is idle (threads_apart.py). Two stages that
-sleep in turn may then stay on one core: of two engines with a thread each, on 2 cores, each was busy for 47 % of the time, both on
-one core, and for 92 % with a core of its own."""
+sleep in turn may then stay on one core. Measured with two engines of one thread each on 2 cores: both were busy for 47 % of the
+time when they shared a core, and for 92 % with a core of their own."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Result = TypeVar("Result")
 
 
 class OwnCore:
-    """Gives an engine with one compute thread a core of its own for its steps of pipelines. Between these steps the engine's
-    threads may run anywhere."""
+    """Binds an engine with one compute thread to a core of its own during its steps of pipelines. Between these steps the engine's
+    threads may run on any core."""
 
     def __init__(self, number: int, num_engines: int) -> None:
-        """number: the engine's number among the num_engines of the node. With fewer cores than engines no engine has a core of its
-        own."""
+        """number: the engine's number among the num_engines engines of the node. If there are fewer cores than engines, no engine
+        has a core of its own."""
         cores = sorted(os.sched_getaffinity(0))
         self._core: int | None = cores[number] if num_engines <= len(cores) else None
 
     def run(self, step: Callable[[], Result]) -> Result:
-        """Calls `step` with the calling thread bound to the engine's core, and returns its result. Afterwards the thread may run
-        where it could before. If the engine has no core of its own, or if the thread cannot be bound (logged once), the step runs
-        on any core."""
+        """Calls `step` with the calling thread bound to the engine's core, and returns its result. Afterwards the thread may run on
+        the same cores as before the call. If the engine has no core of its own, or the thread cannot be bound (logged once), the
+        step runs without binding."""
         if self._core is None:
             return step()
         free_to = os.sched_getaffinity(0)

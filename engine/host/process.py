@@ -1,5 +1,5 @@
-"""Sets up the libraries that compute in an engine process. Imports little, because `prepare_process` must run before torch or numba
-is imported."""
+"""Sets up an engine process for the libraries that compute in it. This module imports little, because `prepare_process` must run
+before torch or numba is imported."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def prepare_process() -> None:
     times as long costs a third more CPU at 32 rows; without a limit, small matrix multiplications take 5 to 20 times as long while
     other processes run.
 
-    The policy is ACTIVE because of moments when all of libgomp's teams together have more threads than there are cores. libgomp
-    then lowers the spin count: to 0 under the policy PASSIVE, to 1,000 under ACTIVE. It does so even if most threads sleep, like
-    those of a first step that waits for weights. Since a spin count is given, the policy changes nothing else. Measured with steps
-    of 8 rows of the model mid: 8.6 ms without another team; while another team waits, 17.6 ms under PASSIVE and 9.1 ms under
-    ACTIVE; while it computes, 18.4 ms and 21.4 ms."""
+    The policy is ACTIVE for moments in which all of libgomp's teams together have more threads than there are cores, even if most
+    of these threads sleep, like those of a first step that waits for weights. libgomp then lowers the spin count: to 0 under the
+    policy PASSIVE, but only to 1,000 under ACTIVE. At other times the policy has no effect, because a spin count is given. Measured
+    with steps of 8 rows of the model mid: 8.6 ms without another team; while another team waits, 17.6 ms under PASSIVE and 9.1 ms
+    under ACTIVE; while it computes, 18.4 ms and 21.4 ms."""
     processor.limit_libraries()
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
@@ -39,7 +39,7 @@ def prepare_process() -> None:
 
 def import_torch_without_meta_kernels() -> None:
     """Imports torch, if it is not imported yet, without its kernels for the device "meta", which take a quarter of the import's
-    time. Only tracing and compiling models need them; this process cannot do either afterwards."""
+    time. They are needed only for tracing and compiling models, which this process cannot do afterwards."""
     if "torch" not in sys.modules:
         name = "torch._meta_registrations"
         sys.modules[name] = ModuleType(name, "Left out: see engine/host/process.py.")

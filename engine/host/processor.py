@@ -1,9 +1,9 @@
-"""Finds the vector instructions of this host's processor, without those that HEARTHD_CPU_FEATURES removes, and defines which of
-them each kernel needs.
+"""Finds the vector instructions that this process may use on the host's processor, and defines which of them each kernel needs.
 
-Kernels, libraries, `hearth doctor` and the log all ask here and nowhere else. A feature is a group of instructions by which a
-kernel or torch chooses its code; a processor has a feature if it has all instructions of the group. Source: /proc/cpuinfo on
-x86-64, the auxiliary vector on aarch64 (where an emulator shows the host's /proc/cpuinfo)."""
+A feature is a group of instructions by which a kernel or torch chooses its code; a processor has a feature if it has all
+instructions of the group. Usable are the features that the processor has, without those that HEARTHD_CPU_FEATURES removes. They are
+read from /proc/cpuinfo on x86-64, and from the auxiliary vector on aarch64 (where an emulator shows the host's /proc/cpuinfo).
+Kernels, libraries, `hearth doctor` and the log all use this module and no other source."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ KERNELS_NEED: dict[str, frozenset[str]] = {
 
 
 class UnknownFeature(ValueError):
-    """Raised where HEARTHD_CPU_FEATURES contains something that is not the removal of a known feature; the message names it and
-    lists what can be removed."""
+    """Raised if an item of HEARTHD_CPU_FEATURES is not "-" and a known feature. The message names the item and lists all that are
+    allowed."""
 
 
 @dataclass(slots=True, frozen=True)
 class Tier:
-    """A class of processors that run the kernels at about the same speed. name: for example "AVX-512 with VNNI". meaning: a
-    sentence for the log and `hearth doctor` on what the class means for speed. is_slow: whether the log should recommend
-    another machine."""
+    """A class of processors on which the kernels are about equally fast. name: for example "AVX-512 with VNNI". meaning: a sentence
+    for the log and `hearth doctor` on how such a processor computes with weights. is_slow: whether the log should recommend another
+    machine."""
 
     name: str
     meaning: str
@@ -76,8 +76,8 @@ class Tier:
 
 @dataclass(slots=True, frozen=True)
 class Processor:
-    """The features of a processor, by the names in KNOWN. features: those that may be used. taken_away: those that the processor
-    has but HEARTHD_CPU_FEATURES removes."""
+    """The features of a processor, by their names in KNOWN. features: the features that may be used. taken_away: the features that
+    the processor has but HEARTHD_CPU_FEATURES removes."""
 
     features: frozenset[str]
     taken_away: frozenset[str] = frozenset()
@@ -117,8 +117,8 @@ _TIERS = (
 
 
 def parse_removal(text: str) -> frozenset[str]:
-    """Returns the features that a list like "-amx,-avx512bf16" (the value of HEARTHD_CPU_FEATURES) removes, together with those
-    that depend on them. Raises UnknownFeature for an item that is not "-" and a known feature."""
+    """Returns the features that a text like "-amx,-avx512bf16" (the value of HEARTHD_CPU_FEATURES) removes: the named features and
+    those that depend on them. Raises UnknownFeature for an item that is not "-" and a known feature."""
     named = [part.strip() for part in text.split(",") if part.strip()]
     for part in named:
         if not part.startswith("-") or part[1:] not in KNOWN:
@@ -127,8 +127,8 @@ def parse_removal(text: str) -> frozenset[str]:
 
 
 def features_of(machine: str, flags: Collection[str], capabilities: tuple[int, int]) -> frozenset[str]:
-    """Returns a processor's features. machine: what platform.machine() returns. flags: the processor's flags in /proc/cpuinfo.
-    capabilities: its AT_HWCAP and AT_HWCAP2."""
+    """Returns a processor's features. machine: the result of platform.machine(). flags: the processor's flags in /proc/cpuinfo,
+    used on x86-64. capabilities: the processor's AT_HWCAP and AT_HWCAP2, used on aarch64."""
     if machine in ("x86_64", "AMD64"):
         return frozenset(name for name, needed in _FLAGS.items() if needed <= set(flags))
     if machine in ("aarch64", "arm64"):
@@ -185,8 +185,9 @@ _LIBRARY_LEVELS = (
 
 
 def library_environment(processor: Processor, machine: str) -> dict[str, str]:
-    """Returns the environment variables, by name, that keep torch, oneDNN and MKL from using features that HEARTHD_CPU_FEATURES has
-    removed; {} if none is removed. They must be set before the libraries are loaded. machine: what platform.machine() returns."""
+    """Returns environment variables, name -> value, with which torch, oneDNN and MKL do not use the features that
+    HEARTHD_CPU_FEATURES has removed; {} if none is removed. They must be set before the libraries are loaded. machine: the result
+    of platform.machine()."""
     if not processor.taken_away:
         return {}
     if machine == "aarch64":
@@ -227,9 +228,9 @@ _LLVM_PROCESSORS = (
 
 
 def llvm_target(processor: Processor, host: Mapping[str, bool]) -> tuple[str, str] | None:
-    """Returns the processor that LLVM must compile for, as LLVM's name of it and a list of features like "+avx2,-avx512f"; None if
-    no feature was removed, so that LLVM may compile for the host's own processor. host: for each feature, by LLVM's name, whether
-    the host has it."""
+    """Returns what LLVM must compile for: LLVM's name of a processor, and a list of features like "+avx2,-avx512f". Returns None if
+    no feature was removed; LLVM may then compile for the host's own processor. host: for each feature, by LLVM's name, whether the
+    host has it."""
     if not processor.taken_away:
         return None
     prefixes = tuple(prefix for feature in processor.taken_away for prefix in _LLVM_NAMES[feature])

@@ -1,9 +1,9 @@
 """Defines the layout of the memory through which the ranks of a split model (the devices of one pipeline stage) exchange their
 partial results.
 
-The memory begins with a line for each rank, LINE_BYTES long: how many pieces (contents of a buffer) the rank has published (int64),
-how many other ranks sleep until that number grows (int64), and when the rank began its latest step (int64). Then come two buffers
-for each rank, which the rank fills alternately. All memory is zero at the beginning."""
+The memory begins with a line of LINE_BYTES for each rank, which holds three int64: the number of pieces (contents of a buffer) that
+the rank has published, the number of other ranks that sleep until that number grows, and the time at which the rank began its
+latest step. Then come two buffers for each rank, which the rank fills alternately. All memory is zero at the beginning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUFFER_BYTES = 256 << 10  # 64 tokens of a model of width 2,048 in bfloat16; lar
 
 def rank_memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
     """Returns the bytes of the memory through which `size` ranks exchange their partial results. buffer_bytes: size of each of a
-    rank's two buffers. Raises ValueError if that is not a positive multiple of LINE_BYTES."""
+    rank's two buffers. Raises ValueError if buffer_bytes is not a positive multiple of LINE_BYTES."""
     if buffer_bytes <= 0 or buffer_bytes % LINE_BYTES:
         raise ValueError(f"buffer_bytes {buffer_bytes} is not a multiple of {LINE_BYTES}")
     return size * (LINE_BYTES + 2 * buffer_bytes)

@@ -1,5 +1,5 @@
-"""Lets the ranks of a split model wait for each other once, in memory that their engines share, before they connect in another
-way."""
+"""Lets the ranks of a split model wait for each other once, and receive an id from rank 0, through memory that their engines share.
+They do this before they connect by other means."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ POLL_S = 2e-3
 
 
 def rendezvous_words(size: int) -> int:
-    """Returns how many words of 8 bytes the memory of a rendezvous of `size` ranks has. All are 0 at the beginning."""
+    """Returns the number of 8-byte words of the memory of a rendezvous of `size` ranks. All words are 0 at the beginning."""
     return ID_WORDS + 1 + size
 
 
 class Rendezvous:
-    """One rank's side of a rendezvous, at which all ranks wait for each other and rank 0 passes an id to the others. words
+    """One rank's access to a rendezvous, at which all ranks wait for each other and rank 0 passes an id to the others. words
     [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once the group is broken."""
 
     def __init__(self, words: LongArray, rank: int, broken: LongArray) -> None:
@@ -29,8 +29,8 @@ class Rendezvous:
         self._rank, self._broken, self._fence = rank, broken, MemoryFence()
 
     def meet(self, new_id: Callable[[], bytes]) -> bytes | None:
-        """Waits until all ranks have called this, and returns the 8 * ID_WORDS bytes that new_id has returned on rank 0, the only
-        rank that calls it. Returns None if the group breaks before that."""
+        """Waits until all ranks have called this, and returns the same id, 8 * ID_WORDS bytes, on all ranks. The id is the result
+        of new_id on rank 0; other ranks do not call new_id. Returns None if the group breaks before that."""
         self._arrived[self._rank] = 1
         self._fence.order()
         if self._rank == 0:
@@ -45,7 +45,7 @@ class Rendezvous:
         return self._id.tobytes()
 
     def _awaited(self, is_over: Callable[[], bool]) -> bool:
-        """Waits until is_over() and returns True, or returns False once the group is broken."""
+        """Waits until is_over() returns True, and returns True; returns False once the group is broken."""
         while not is_over():
             if self._broken[0]:
                 return False

@@ -1,10 +1,10 @@
-"""Makes Numba generate only the code that it saves, in processes that compile kernels for other processes and call no kernel
-themselves.
+"""Makes Numba generate only the code that it saves. This is for processes that compile kernels for other processes and call no
+kernel themselves.
 
-Usually Numba makes every function ready to be called from Python and from C: it adds wrappers, generates machine code for helpers
-that are already part of the kernels that call them, and does so for each of the three layers of a parallel kernel. All of that is
-lost when the process ends. Without this additional code, compiling takes a quarter less time, and another tenth less if Python's
-garbage collector runs less often than after every 700 objects."""
+Usually Numba makes every function ready to be called from Python and from C: it adds wrappers, and generates machine code for
+helpers although it is already part of the kernels that call them, for each of the three layers of a parallel kernel. All of that is
+lost when the process ends. Without this code, compiling takes a quarter less time. It takes another tenth less if Python's garbage
+collector runs less often than after every 700 objects."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TESTED = ("0.68.",)
 
 
 def make_only_what_is_saved(modules: Iterable[ModuleType]) -> None:
-    """Changes Numba, for the rest of this process, so that it generates only the code that it saves: functions compiled from now on
-    must not be called. modules: the modules that define the kernels, which are functions that Numba caches, and their helpers. If
-    this was not tested with the installed version of Numba, Numba is left as it is, because the replaced functions are not part of
-    its public interface."""
+    """Changes Numba, for the rest of this process, so that it generates only the code that it saves. Functions compiled from now on
+    must not be called in this process. modules: the modules that define the kernels (functions that Numba caches) and their
+    helpers. Does nothing if this was not tested with the installed version of Numba, because it replaces functions that are not
+    part of Numba's public interface."""
     import numba
 
     gc.freeze()

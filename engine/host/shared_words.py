@@ -1,4 +1,4 @@
-"""Puts a thread to sleep until a word in memory that several processes share changes, and wakes such threads (futex(2))."""
+"""Puts a thread to sleep until another thread wakes it, by means of a word in memory that several processes share (futex(2))."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Words = npt.NDArray[np.int64]
 
 
 def wake_all(words: Words, index: int) -> None:
-    """Wakes all threads, of any process, that sleep_while has put to sleep on the word words[index]."""
+    """Wakes all threads, of any process, that sleep in sleep_while for the word words[index]."""
     _syscall()(FUTEX, _address(words, index), FUTEX_WAKE, EVERYBODY, None, None, 0)
 
 
 def sleep_while(words: Words, index: int, value: int, most_s: float) -> None:
     """Sleeps until another thread calls wake_all for the word words[index], for at most most_s seconds. Returns at once if the
-    lower 32 bits of the word differ from those of `value`. May also return early."""
+    lower 32 bits of the word differ from those of `value`. It may also wake up spuriously and return early."""
     seen, most = ctypes.c_uint32(value & 0xFFFFFFFF), _Time(int(most_s), int(most_s % 1 * 1e9))
     _syscall()(FUTEX, _address(words, index), FUTEX_WAIT, seen, ctypes.byref(most), None, 0)
 

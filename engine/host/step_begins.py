@@ -14,8 +14,9 @@ _BEGAN = 2  # word of a rank's line
 
 
 class StepBegins:
-    """One rank's access to the times at which all ranks began their latest step, by the clock of the host. memory: uint8, the
-    ranks' shared memory, or only its lines (engine/host/rank_memory.py). It is all 0 before the first step."""
+    """One rank's access to the times at which all ranks began their latest step, by the host's monotonic clock. memory: uint8, the
+    memory that the ranks share (engine/host/rank_memory.py), or only its lines, one for each rank. All bytes are 0 before the first
+    step."""
 
     def __init__(self, memory: Any, rank: int, size: int) -> None:
         self._rank, self._began_ns = rank, memory[: size * LINE_BYTES].view(np.int64).reshape(size, -1)[:, _BEGAN]
@@ -25,8 +26,8 @@ class StepBegins:
         self._began_ns[self._rank] = time.monotonic_ns()
 
     def waited_s(self, took_s: float | None = None) -> float:
-        """Returns how many seconds this rank waited in its latest step for other ranks to begin theirs. Called after the step and
-        before the next one is posted, because the other ranks then record when they begin that one. took_s: for a rank that does
-        not call `note`, the seconds that its step took, which has ended just now."""
+        """Returns how many seconds this rank waited in its latest step for other ranks to begin theirs. It must be called after the
+        step and before the next one is posted, because the other ranks then overwrite their times. took_s: for a rank that does not
+        call `note`, the number of seconds that its step, which has just ended, took; None: `note` was called."""
         began_ns = self._began_ns[self._rank] if took_s is None else time.monotonic_ns() - took_s * 1e9
         return max(0, int(self._began_ns.max() - began_ns)) / 1e9

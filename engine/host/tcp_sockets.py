@@ -1,4 +1,4 @@
-"""Finds the TCP sockets of this process, whichever library has opened them, and shuts them down."""
+"""Finds all TCP sockets of this process, also those that libraries have opened, and shuts them down."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def tcp_sockets() -> frozenset[int]:
 
 
 def shut_down(but: frozenset[int]) -> None:
-    """Shuts down this process's TCP sockets except those whose inodes are in `but`, so that a thread that waits at one of them gets
-    an error. The descriptors stay open, because they belong to others."""
+    """Shuts down this process's TCP sockets, except those whose inodes are in `but`, so that threads that wait at these sockets get
+    an error. It does not close the descriptors, because the code that opened them may still use them."""
     for inode, each in _sockets():
         if inode not in but:
             with contextlib.suppress(OSError):  # it is not connected yet
@@ -26,7 +26,7 @@ def shut_down(but: frozenset[int]) -> None:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yields the inode of each TCP socket, and a duplicate of it, which is closed afterwards."""
+    """Yields (inode, duplicate) for each TCP socket of this process. The duplicate is closed before the next one is yielded."""
     for name in os.listdir(_FOLDER):
         try:
             if not stat.S_ISSOCK(os.stat(f"{_FOLDER}/{name}").st_mode):

@@ -1,16 +1,18 @@
-"""Binds each compute thread to a core of its own when a step comes after a pause.
+"""Binds each compute thread of an engine to a core of its own during steps that follow a pause.
 
 A parallel matrix multiplication wakes the threads that share it. Linux often wakes a thread that has slept for some time on the
 core of the thread that wakes it, even if another core is idle, because how far it searches for an idle core depends on the load
-that it saw last. Two threads then have half a core each until the load balancer separates them. Measured with 2 threads on 2 cores
-(Linux 6.18, a virtual machine): after a pause of 0.1 s and more, a prompt of 48 tokens took 38 ms, 18 of them waiting for a core,
-and the step after it 16.7 ms; with each thread bound to a core of its own they took 20.5 and 9.0 ms, as they do without a pause. So
-threads are bound for the first steps after a pause; between these steps, and afterwards, all may run anywhere.
+that it saw last. Two threads then have half a core each until the load balancer separates them.
 
-If the compute threads take all cores there are, they are bound for every step. Unbound, one of them is moved to the other's core by
-what runs between two steps (the daemon, with the tokens of the last one), and there both may stay: of 2,700 steps of 8.6 ms, one in
-a hundred took 18 ms, with all its computing on one core. When bound for every step, the other threads stay bound until the next
-pause, while the calling thread, and threads it has started, are free between steps."""
+Measured with 2 threads on 2 cores (Linux 6.18, a virtual machine), after a pause of 0.1 s and more: a prompt of 48 tokens took 38
+ms, of which it waited 18 ms for a core, and the step after it took 16.7 ms. With each thread bound to a core of its own, they took
+20.5 and 9.0 ms, the same as without a pause. So threads are bound during the first steps after a pause. Between these steps, and
+afterwards, they may run on any core.
+
+If there are as many compute threads as cores, they are bound during every step. Otherwise other threads that run between two steps
+(the daemon, with the tokens of the last one) move one compute thread to the core of another, and both may stay there: of 2,700
+steps of 8.6 ms, one in a hundred took 18 ms, with all its computing on one core. In this case the calling thread, and threads that
+it has started, are free between steps; the other compute threads stay bound until the next pause."""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _PROCESSOR = 36  # field number in a task's stat, counted after the task's name
 
 
 class ThreadsApart:
-    """Keeps the num_threads compute threads of an engine on cores of their own while steps run: the thread that calls `run`, always
-    the same one, and those that compute with it. With one thread it does nothing."""
+    """Keeps an engine's num_threads compute threads on different cores while steps run. The compute threads are the thread that
+    calls `run`, which must always be the same, and those that compute with it. With one thread, nothing is bound."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_others = num_threads - 1
@@ -80,8 +82,8 @@ class ThreadsApart:
         return self._num_others + 1 == len(self._free_to.get(threading.get_native_id()) or os.sched_getaffinity(0))
 
     def _choose(self) -> None:
-        """Chooses a core for each compute thread and binds the threads to the cores. If a thread has ended, it binds none and
-        forgets the compute threads, which are found again later."""
+        """Chooses a core for each compute thread and binds the threads to their cores. If one of the threads has ended, binds none
+        and forgets them all; `_learn` finds the compute threads again later."""
         me = threading.get_native_id()
         try:
             self._seen = _threads()
@@ -105,8 +107,8 @@ class ThreadsApart:
             self._num_others = 0
 
     def _free_caller(self) -> None:
-        """Lets the calling thread run again wherever it could before it was bound to a core. Does the same for threads that it
-        started in the step, because they inherited that core."""
+        """Lets the calling thread run again on all cores on which it could run before it was bound. Does the same for threads that
+        it started during the step, because they were bound to the same core."""
         me = threading.get_native_id()
         its_core, free_to = {self._cores[me]}, self._free_to[me]
         before, self._seen = self._seen, _threads()
@@ -124,8 +126,8 @@ class ThreadsApart:
         self._cores, self._free_to = {}, {}
 
     def _learn(self) -> None:
-        """Finds the compute threads and keeps their ids: among the threads that Python did not start, those that ran most since the
-        last call. If none ran, the known ones stay."""
+        """Finds the compute threads and keeps their ids: of the threads that Python did not start, those that have run longest
+        since the last call. If none of them has run since then, the ids stay as they are."""
         known = {thread.native_id or 0 for thread in threading.enumerate()}
         ran_ns = {thread: _ran_ns(thread) for thread in _threads() - known}
         lately = {thread: ns - self._ran_ns.get(thread, 0) for thread, ns in ran_ns.items()}
@@ -137,9 +139,9 @@ class ThreadsApart:
 
 
 def own_cores(ran_on: Mapping[int, int], allowed: set[int]) -> dict[int, int]:
-    """Returns a core for each thread, no core twice: the core on which the thread ran last, unless that is not allowed or an
-    earlier thread has it; then a free one. ran_on: thread -> core on which it ran last; the order decides which thread is earlier.
-    Returns {} if there are fewer allowed cores than threads."""
+    """Returns thread -> core, with a different core for each thread: the core on which the thread ran last if it is allowed and no
+    earlier thread ran there, else an unused core. ran_on: thread -> core on which it ran last, in the order of the threads. Returns
+    {} if there are fewer allowed cores than threads."""
     if len(allowed) < len(ran_on):
         return {}
     found: dict[int, int] = {}
@@ -164,7 +166,8 @@ def _core_of(thread: int) -> int:
 
 
 def _ran_ns(thread: int) -> int:
-    """Returns how many nanoseconds a thread has run; 0 if the kernel does not count them or the thread has ended."""
+    """Returns the processor time of a thread in nanoseconds; 0 if the system's kernel does not count it, or if the thread has
+    ended."""
     try:
         with open(f"{_TASKS}/{thread}/schedstat", "rb") as file:
             return int(file.read().split()[0])

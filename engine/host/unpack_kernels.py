@@ -1,9 +1,8 @@
-"""Decodes packed weights on the CPU (Numba), 64 values at a time. Each value's exponent is selected from vectors by the bits of its
-code. Exponents of escapes (code 7, one value in forty) are filled in afterwards. The reference implementation is
-loader.packing.codec; the format is in loader.files.frame.
+"""Decodes packed weights on the CPU (Numba), 64 values at a time. The bits of a value's code select its exponent from vectors.
+Exponents of escapes (code 7, one value in forty) are filled in afterwards. The reference implementation is loader.packing.codec;
+the format is described in loader.files.frame.
 
-Shapes: N values, W words of 64 values, E escapes, G groups.
-"""
+Shapes: N values, W words of 64 values, E escapes, G groups."""
 
 from __future__ import annotations
 
@@ -73,9 +72,9 @@ def _lowest_bit(typing_context: Any, word: Any) -> Any:
 
 @njit(inline="always")
 def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> int:
-    """Fills in the exponents of those of 64 values, from out[at] on, whose code is an escape: value at + i if bit i of `escaped` is
-    set. escapes: the exponents of all escaped values of the frame, in order. taken: how many of them are used already. Returns how
-    many are used afterwards, or -1 if there are not enough."""
+    """Fills in the exponents of the escaped values among 64 values, which begin at out[at]. escaped: bit i is set if the code of
+    value at + i is an escape. escapes: the exponents of all escaped values of the frame, in order. taken: how many of these
+    exponents are used already. Returns how many are used afterwards, or -1 if there are not enough."""
     while escaped != 0:
         if taken >= escapes.shape[0]:
             return -1
@@ -93,7 +92,8 @@ def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: 
     words [3, W]: the bits of the exponents' codes, in three planes. offsets [G]: number of escapes before each group. escapes [E]:
     exponents of the escaped values. table [7]: the exponents of codes 0 to 6.
 
-    Returns the number of escapes in the codes, or -1 if it is more than E or disagrees with the offsets; out is then worthless."""
+    Returns the number of escapes in the codes. Returns -1 if there are more than E, or if their numbers disagree with the offsets;
+    out then has no meaning."""
     taken = 0
     num_whole = out.shape[0] // _VALUES
     for word in range(num_whole):
@@ -129,7 +129,7 @@ def _sum(words: Any, sums: Any) -> None:
 
 def decode(data: Any, out: Any) -> None:
     """Decodes one frame of packed weights, data (uint8), into out (uint16 [N], bits of bfloat16), as loader.packing.codec.decode
-    does. Raises FrameError for a bad frame; out is then worthless."""
+    does. Raises FrameError for a bad frame; out then has no meaning."""
     if data.ctypes.data % 8:
         codec.decode(data, out)
         return
@@ -139,7 +139,7 @@ def decode(data: Any, out: Any) -> None:
 
 
 def sum_of(data: Any) -> int:
-    """Returns the checksum of data (uint8, of any length), as loader.packing.codec.sum_of does."""
+    """Returns the checksum of data (uint8, of any length), the same as loader.packing.codec.sum_of."""
     whole = len(data) // 8 * 8
     if data.ctypes.data % 8:
         return codec.sum_of(data)

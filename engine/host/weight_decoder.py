@@ -1,4 +1,4 @@
-"""Picks the implementation that decodes packed weight files on this host, whatever device the weights are for."""
+"""Picks the implementation that decodes packed weight files on the host, for weights of any device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from loader.reading.unpack import Decoder
 
 
 def weight_decoder(cache_dir: str) -> Decoder:
-    """Returns the decoder of packed weights: Numba's, compiled once per machine and kept below cache_dir ("": the user's cache), if
-    Numba is installed; else numpy's."""
+    """Returns the decoder of packed weights: Numba's if Numba is installed, else numpy's. cache_dir: the folder below which Numba's
+    decoder is kept once it is compiled; "": the user's cache."""
     if importlib.util.find_spec("numba") is None:
         return Decoder()
     compiled.keep_in(cache_dir)
