@@ -1,6 +1,5 @@
-"""Computes grouped-query attention over paged KV, with the variations of families: norms of queries and keys, biases, sliding
-windows, capped scores, sinks and gates. Shapes: T tokens.
-"""
+"""Computes grouped-query attention over paged KV, with the variations of model families: norms of queries and keys, biases, sliding
+windows, capped scores, sinks and gates. Shapes: T tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +16,11 @@ from loader.shapes.model_shape import ModelShape
 
 
 class Attention(Generic[BatchT]):
-    """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens, then attends. The
-    sliding window, and the frequencies of the rotary embedding (RoPE), are those of the layer's KV group (the layers that share
-    block tables). A layer that reads the KV of another layer computes only queries, and stores nothing. ranks: the connection to
-    the other devices of a split model, needed for norms over the heads of all devices; None: the model is whole."""
+    """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens, then attends. A
+    layer that uses the KV of another layer computes only queries, and stores nothing. The sliding window and the frequencies of the
+    rotary embedding (RoPE) are properties of the layer's KV group (the layers that share block tables), which the batch holds.
+    ranks: the connection to the other devices of a split model, used by norms over the heads of all devices; None: the model is
+    whole."""
 
     def __init__(
         self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
@@ -71,8 +71,8 @@ class Attention(Generic[BatchT]):
 
     def _norm_all_heads(self, qkv: Tensor, norms: HeadNorms) -> None:
         """Applies two norms to columns of qkv, in place: one over all queries of a token, one over all its keys. In a split model
-        the sums of squares are added over the ranks (devices). A key head that is replicated on several ranks then counts several
-        times, in the sum as well as in the width, so the mean stays right."""
+        the sums of squares are added up over the ranks (devices). If a key head is replicated on several ranks, it is counted
+        several times in the sum of squares and in the number of columns alike, so the mean is still right."""
         if self.ranks is None:
             self.ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             self.ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)

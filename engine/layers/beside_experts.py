@@ -1,6 +1,5 @@
-"""Computes a mixture of experts in addition to the MLP of a layer: both read the same residual, each through a norm of its own,
-before the output of either is added. Shapes: T tokens.
-"""
+"""Computes a mixture of experts in addition to the MLP of a layer. Both read the same residual, each through a norm of its own, and
+their outputs are added up. Shapes: T tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from loader.shapes.model_shape import ModelShape
 
 
 class BesideExperts(Generic[BatchT]):
-    """A mixture of experts beside the MLP of one layer; a call returns the sum of the outputs of both. The router reads the
-    normalised residual, multiplied by a factor for each dimension and by 1 / sqrt(hidden). ranks: the devices' connection in a
-    split model; None: the model is whole."""
+    """A mixture of experts that is computed in addition to the MLP of one layer. A call takes the MLP's output, and returns the sum
+    of it and the experts' output. The router reads the normalised residual, multiplied by a factor for each dimension and by 1 /
+    sqrt(hidden). ranks: the connection to the other devices of a split model; None: the model is whole."""
 
     def __init__(
         self,
@@ -43,8 +42,9 @@ class BesideExperts(Generic[BatchT]):
         self.output_norm = Norm(*of_norm, prefix + names.output_norm)
 
     def __call__(self, update: Tensor, residual: Tensor, batch: BatchT) -> Tensor:
-        """Returns the sum [T, hidden] of the MLP's output and the experts' output, each normalised. update [T, hidden]: the MLP's
-        output. residual [T, hidden]: the states that the MLP and the experts read; it is not changed."""
+        """Returns the sum [T, hidden] of the MLP's output and the experts' output, each normalised by a norm of its own. update [T,
+        hidden]: the MLP's output. residual [T, hidden]: the states that the MLP has read and the experts read; it is not
+        changed."""
         ops, mixture = self.ops, self.mixture
         of_mlp = self.mlp_output_norm(update)
         # scaled before the product, as in transformers: rounding the scores once more would choose other experts

@@ -15,8 +15,8 @@ from loader.shapes.model_shape import ModelShape
 
 
 class Embedding:
-    """A decoder's token embedding: looks up rows of `weight` [V, hidden], and multiplies them by the model's factor. ranks: the
-    devices' connection in a split model, where each device has some of the rows; None: all rows are here."""
+    """A decoder's token embedding. It looks up rows of `weight` [V, hidden], and multiplies them by the model's factor. ranks: the
+    connection to the other devices of a split model, each of which has some of the rows; None: this device has all rows."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, ranks: Ranks | None = None) -> None:
         self.ops, self.weight, self.scale = ops, weights.table(f"{family.names.embedding}.weight"), shape.embedding_scale

@@ -33,10 +33,10 @@ def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
 
 
 def _seen(first: int, last: int, length: int, window: int) -> tuple[int, int, Tensor | None]:
-    """Returns (low, high, mask) for the queries at positions `first` to `last` - 1 of a text, which attend to positions from `low`
-    to `high` - 1. mask [last - first, high - low] bool: to which of these positions each query attends; None: to all. length:
-    number of tokens of the text. window: the number of positions to which a token attends, with its own in their middle; 0: the
-    whole text."""
+    """Returns the positions to which some queries of a text attend, as (low, high, mask): positions from `low` to `high` - 1, and
+    mask [last - first, high - low] bool, which is True where a query attends to a position; None: all attend to all. first, last:
+    the queries are those at positions `first` to `last` - 1. length: number of tokens of the text. window: the number of positions
+    to which a token attends, with its own in their middle; 0: the whole text."""
     reach = window // 2
     if not window or length <= reach + 1:
         return 0, length, None

@@ -1,4 +1,4 @@
-"""Counts how many tokens pass through each expert of a model, in a table on the device to which every step adds."""
+"""Counts how many tokens pass through each expert of a model. The counts are in a table on the device, to which every step adds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from scheduler.batch.plan import LongArray
 
 
 class ExpertCounts:
-    """The table that counts how many tokens pass through each expert of one model, or of the part of it on one device. The object
-    stays the same through loads and evictions of the model, because recorded steps and CUDA graphs hold the addresses of the
-    table's rows.
+    """The table that counts how many tokens pass through each expert of one model, or of the part of the model on one device. There
+    is one object for a model, which is kept when the model is evicted and loaded again, because recorded steps and CUDA graphs hold
+    the addresses of the table's rows.
 
-    own: the experts that `news` reports. What a row of the table counts depends on how a model is split:
+    own: the experts that `news` reports. In a split model, three cases differ:
 
-    Without copies of experts, a row counts all experts of a layer, because every rank (device) routes every token; `news` reports
-    only the rank's own experts, so that each is reported once.
+    Each expert is on one rank (device). A row counts all experts of a layer, because every rank routes every token. `news` reports
+    only the rank's own experts, so that each expert is reported by one rank.
 
-    If ranks have copies of each other's experts, a row counts only what this rank computes, with an entry for each expert that it
-    holds; `news` reports all experts of the layer.
+    Ranks have copies of each other's experts. A row counts only the tokens that this rank computes, with an entry for each expert
+    that the rank holds. `news` reports all experts of the layer.
 
-    If each expert is divided among several ranks, only the first of these has counts."""
+    Each expert is divided among several ranks. Only the first of these ranks has counts."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         assert shape.experts is not None
@@ -38,17 +38,17 @@ class ExpertCounts:
         self._told: LongArray | None = None  # what `news` has reported so far
 
     def row(self, layer: int) -> Tensor:
-        """Returns the counts of a layer's experts (ExpertMatrices.counts) as a view of the table: the same memory each time the
-        model is built."""
+        """Returns the counts of a layer's experts (ExpertMatrices.counts) as a view of the table. For the same layer it is always
+        the same memory, also when the model is loaded again."""
         if layer not in self.layers:
             self.layers.append(layer)
         row = self._table[self.layers.index(layer)]
         return row if self._held is None else row[: len(self._held(layer))]
 
     def news(self, wait: bool) -> LongArray | None:
-        """Returns how many tokens have passed through each expert of `own` since the last call that returned an array,
-        [len(layers), len(own)]; None if there were none. Unless `wait` is set, it returns None also if the device's counts have not
-        arrived yet."""
+        """Returns how many tokens have passed through each expert of `own`, [len(layers), len(own)], since the last call that
+        returned an array; None if there were none. wait: whether to wait for the device's counts; if False, the result is also None
+        if they have not arrived yet."""
         found = self._on_host(wait)
         if found is None:
             return None
@@ -62,12 +62,12 @@ class ExpertCounts:
         return new if new.any() else None
 
     def _on_host(self, wait: bool) -> LongArray | None:
-        """Returns a copy of the table on the host, as it is now or as it was at an earlier call. Returns None if `wait` is not set
-        and the device's counts have not arrived yet."""
+        """Returns a copy of the table on the host, as it is now or as it was at an earlier call. wait: whether to wait for the
+        device's counts; if False, returns None if they have not arrived yet."""
         copied: LongArray = self._table.numpy().copy()
         return copied
 
 
 def has_counts(shape: ModelShape) -> bool:
-    """Returns whether a model, or a device's share of it, counts how many tokens pass through each of its experts."""
+    """Returns whether a model, or a device's share of it, has counts of the tokens that pass through each of its experts."""
     return shape.experts is not None and (shape.split is None or shape.split.rank % shape.split.division.inner_parts == 0)

@@ -21,13 +21,13 @@ from loader.shapes.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, Mod
 class MixtureOfExperts(Generic[BatchT]):
     """The feed-forward part of one layer, with experts: x [T, hidden] -> [T, hidden].
 
-    router [E, hidden]: a matrix that, multiplied with x, gives each token's scores of the experts. If a shared expert has a gate,
-    the gate's weights follow as row E, so that one matrix multiplication gives scores and gate. float32 if ExpertMatrices.sigmoid
-    is set. router_bias [E]: added to the scores; None: there is none. shared: an expert that all tokens pass through; None: there
-    is none.
+    router [E, hidden]: the matrix whose product with x gives each token's scores of the experts. If there is a shared expert with a
+    gate, row E holds the gate's weights, so that one matrix multiplication gives scores and gate. The router is float32 if
+    ExpertMatrices.sigmoid is set. router_bias [E]: added to the scores; None: there is none. shared: an expert that all tokens pass
+    through; None: there is none.
 
     In a split model each rank (device) routes all tokens, and computes the outputs of its own experts, or of its part of each
-    expert. The result is then a partial result, which the ranks must add up."""
+    expert. The caller must then add up the results of all ranks."""
 
     def __init__(
         self,
@@ -94,15 +94,15 @@ class MixtureOfExperts(Generic[BatchT]):
         return self.ops.experts(x, scores, self.experts, shared, batch)
 
     def agree(self, scores: Tensor) -> None:
-        """Overwrites the router's scores with those of the first rank, on all ranks (devices) of a split model. Otherwise ranks
-        could choose different experts where scores are nearly equal."""
+        """Overwrites the router's scores by those of the first rank, on all ranks (devices) of a split model, so that all ranks
+        choose the same experts even where scores are nearly equal. Does nothing if the model is whole."""
         if self.ranks is not None:
             self.ranks.share_first(scores)
 
 
 def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None:
-    """Returns how the ranks (devices) that hold copies of an expert divide its tokens among themselves (ExpertMatrices.turns), for
-    one layer; None if no rank has copies of other ranks' experts."""
+    """Returns which of the ranks (devices) that hold copies of an expert computes which of its tokens, for one layer, as a tensor
+    (see ExpertMatrices.turns); None if no rank has copies of other ranks' experts."""
     split, experts = shape.split, shape.experts
     if split is None or not split.copies or experts is None:
         return None
@@ -110,8 +110,8 @@ def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None
 
 
 def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, layer: int, turns: Tensor | None) -> ExpertMatrices:
-    """Returns the experts of a layer whose checkpoint stores the matrices of all experts in one tensor. gate_up, down: the names of
-    the tensors with the gate and up matrices, and with the down matrices."""
+    """Returns the experts of a layer whose checkpoint stores the matrices of all experts in one tensor. gate_up, down: the name of
+    the tensor with the gate and up matrices, and of the one with the down matrices."""
     return ExpertMatrices(
         weights.stack(gate_up),
         weights.stack(down),

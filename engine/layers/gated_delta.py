@@ -16,8 +16,8 @@ from loader.shapes.model_shape import DeltaShape, ModelShape
 
 
 class GatedDelta(Generic[BatchT]):
-    """The gated delta rule of one layer, in place of attention: x [T, hidden] -> [T, hidden]. It reads the states of the batch's
-    sequences and replaces them by those after the batch's tokens."""
+    """The gated delta rule of one layer, which such layers compute in place of attention: x [T, hidden] -> [T, hidden]. It reads
+    the states of the batch's sequences, and replaces them by the states after the batch's tokens."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.deltas is not None
@@ -47,9 +47,9 @@ class GatedDelta(Generic[BatchT]):
 
 
 def columns_of(delta: DeltaShape) -> DeltaColumns:
-    """Returns the columns at which each head's values begin in the outputs of the projections of a gated delta layer. With
-    delta.by_head, the queries, keys, values and gates of each key head lie together; otherwise the queries of all heads come first,
-    then all keys, values and gates."""
+    """Returns the columns at which the values of each head begin in the outputs of a gated delta layer's projections. With
+    delta.by_head, the queries, keys, values and gates of one key head are adjacent; otherwise all queries come first, then all
+    keys, all values and all gates."""
     keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
     served = delta.num_value_heads // delta.num_key_heads
     if not delta.by_head:

@@ -17,9 +17,9 @@ from loader.shapes.model_shape import ModelShape
 class LatentAttention(Generic[BatchT]):
     """The latent attention of one layer: x [T, hidden] -> [T, hidden]. It stores the latents of the T tokens, then attends.
 
-    There are two ways to compute it, and each kind of device chooses (docs/reference/models.md). In the absorbed form queries are
-    mapped to the latents' space and attend to the stored latents. In the expanded form keys and values are computed from the
-    latents."""
+    It can be computed in two forms, of which each kind of device chooses one (docs/reference/models.md). In the absorbed form
+    queries are mapped to the space of the latents and attend to the stored latents. In the expanded form keys and values are
+    computed from the latents."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.latents is not None

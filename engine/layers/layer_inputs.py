@@ -1,6 +1,5 @@
-"""Computes an additional input for each layer of a model: for each token, (a row of a table + a projection of the token's
-embedding) / sqrt(2). Shapes: T tokens, L layers, W width of a layer's input.
-"""
+"""Computes an additional input for each layer of a model. For each token it is (a row of a table + a projection of the token's
+embedding) / sqrt(2). Shapes: T tokens, L layers, W width of a layer's input."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ MEAN_FACTOR = 2.0**-0.5  # factor of the sum of both parts
 
 
 class LayerInputs(Generic[BatchT]):
-    """Computes the additional inputs, each of width W, of the L layers on this device, from a step's tokens and their embeddings
-    [T, hidden]."""
+    """Computes the additional inputs of the L layers on this device, each of width W, from a step's tokens and the tokens'
+    embeddings [T, hidden]."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         assert shape.layer_inputs is not None
@@ -44,8 +43,8 @@ class LayerInputs(Generic[BatchT]):
 
 
 class LayerInput(Generic[BatchT]):
-    """Computes the update that one layer adds to the residual because of its additional input. The input is multiplied by a gate
-    that is projected from the residual; the result is projected to [T, hidden] and normalised."""
+    """Computes one layer's update of the residual from the layer's additional input. The input is multiplied by a gate, which is a
+    projection of the residual; the product is projected to [T, hidden] and normalised."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert shape.layer_inputs is not None

@@ -1,6 +1,5 @@
-"""Computes the feed-forward layer: gated, with SiLU (SwiGLU) or GELU as its activation, or without a gate, with GELU. Shapes: T
-tokens.
-"""
+"""Computes the feed-forward layer: gated, with SiLU (SwiGLU) or GELU as its activation, or without a gate and with GELU. Shapes: T
+tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from loader.shapes.model_shape import ModelShape
 
 
 class MLP:
-    """A feed-forward network: x [T, hidden] -> [T, hidden]. gate_up, down: names of its tensors in the checkpoint, without the
-    prefix. Whether it has a gate follows from the activation; without a gate, the activation is applied to the output of
+    """A feed-forward network: x [T, hidden] -> [T, hidden]. gate_up, down: names of its matrices in the checkpoint, without the
+    prefix. The activation decides whether there is a gate; without a gate, the activation is applied to the whole output of
     gate_up."""
 
     def __init__(
@@ -30,7 +29,7 @@ class MLP:
 
     @classmethod
     def of_layer(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> MLP:
-        """Returns the MLP of a layer. Only for layers in which experts do not take its place."""
+        """Returns the MLP of a layer. It must be a layer with an MLP, not one with experts in its place."""
         names = family.names
         return cls(ops, weights, names.layer.format(layer), names.gate_up, names.down, family.activation)
 

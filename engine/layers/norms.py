@@ -15,8 +15,8 @@ from loader.shapes.model_shape import ModelShape
 
 
 class Norm:
-    """A norm over each row of [T, hidden]: an RMS norm or LayerNorm, as the family has it. name: name of its tensors in the
-    checkpoint. A call returns the norm of its argument; `of_sum` first adds an update to the residual, and returns the norm of the
+    """A norm of each row of [T, hidden]: an RMS norm or LayerNorm, whichever the family has. name: name of its tensors in the
+    checkpoint. A call returns the norm of its argument; `of_sum` adds an update to the residual, and returns the norm of the
     sum."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, name: str) -> None:
@@ -26,8 +26,8 @@ class Norm:
 
     @classmethod
     def named(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, prefix: str, name: str) -> Norm | None:
-        """Returns the norm of a layer whose tensors have the given name. Returns None if the name is "": the family has no such
-        norm."""
+        """Returns the norm of a layer whose tensors have the name prefix + name. Returns None if name is "", which means that the
+        family has no such norm."""
         return cls(ops, family, shape, weights, prefix + name) if name else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ class Norm:
         return self.ops.rms_norm(x, self.weight, self.eps, self.around_one)
 
     def of_sum(self, update: Tensor, residual: Tensor) -> Tensor:
-        """Adds the update times ModelShape.branch_scale to the residual, in place, and returns the norm of the sum; all [T,
-        hidden]."""
+        """Adds update [T, hidden], times ModelShape.branch_scale, to residual [T, hidden] in place, and returns the norm of the sum
+        [T, hidden]."""
         if self.is_layer_norm:
             return self.ops.add_layer_norm(update, residual, self.weight, self.bias, self.eps, self.scale)
         return self.ops.add_rms_norm(update, residual, self.weight, self.eps, self.around_one, self.scale)

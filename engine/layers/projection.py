@@ -1,6 +1,5 @@
-"""Computes a matrix multiplication with weights of the model, and adds the bias and the contribution of the tokens' LoRA adapters
-(https://arxiv.org/abs/2106.09685). Shapes: T tokens, K inputs, N outputs.
-"""
+"""Computes a matrix multiplication with weights of the model, and adds the bias and what the LoRA adapters of the tokens contribute
+(https://arxiv.org/abs/2106.09685). Shapes: T tokens, K inputs, N outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from engine.ops.ops import BatchT, Ops
 
 
 class Projection(Generic[BatchT]):
-    """A linear layer that LoRA adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint, without the
-    prefix; several are fused into one matrix. weight [N, K]: the fused matrix. bias: [N]; None if the model has none."""
+    """A linear layer whose result LoRA adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint,
+    without the prefix; several matrices are fused into one. weight [N, K]: the fused matrix. bias: [N]; None: there is none."""
 
     def __init__(self, ops: Ops[BatchT], weights: Weights, prefix: str, names: tuple[str, ...]) -> None:
         self.ops = ops

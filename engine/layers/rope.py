@@ -1,15 +1,22 @@
-"""Computes the frequencies of the rotary position embedding, with the scalings that checkpoints ask for.
+"""Computes the frequencies of the rotary position embedding, with the scalings that checkpoints ask for. A longer wavelength is a
+lower frequency; to stretch a wavelength by a factor means to divide the frequency by it. The kinds of scaling:
+
+linear: all wavelengths are stretched by `factor`.
 
 llama3: wavelengths longer than original / low_freq_factor are stretched by `factor`, those shorter than original / high_freq_factor
-stay, those between are blended (Llama 3.1's model card; https://arxiv.org/abs/2407.21783). longrope: each frequency is divided by a
-factor of its own. There are two lists of factors, one for contexts up to the original length and one for longer ones
-(https://arxiv.org/abs/2402.13753). Stored keys cannot change lists, so the longest context that the model is served with decides
-for all its sequences. dynamic: the base grows with the context beyond the original length, so that the slowest frequency is
-stretched by as much as the context is longer. Here, too, the longest context decides for all sequences. yarn: dimensions that
-rotate often within the original length keep their frequency, those that hardly rotate are stretched by `factor`, those between are
-blended (https://arxiv.org/abs/2309.00071). proportional: the pairs and their frequencies are those of a rotation of the whole head,
-but only the first pairs rotate; the angle of the others is 0.
-"""
+stay, and those between are blended (Llama 3.1's model card; https://arxiv.org/abs/2407.21783).
+
+longrope: each frequency is divided by a factor of its own. There are two lists of factors, one for contexts up to the original
+length and one for longer ones (https://arxiv.org/abs/2402.13753). Stored keys cannot change lists, so the longest context with
+which the model is served decides for all its sequences.
+
+dynamic: the base grows with the context beyond the original length. Here, too, the longest context decides for all sequences.
+
+yarn: dimensions that rotate often within the original length keep their frequency, those that hardly rotate are stretched by
+`factor`, and those between are blended (https://arxiv.org/abs/2309.00071).
+
+proportional: the frequencies are those of a rotation of the whole head, divided by `factor`, but only the first pairs rotate; the
+angle of the others is 0."""
 
 from __future__ import annotations
 
@@ -24,8 +31,8 @@ from loader.shapes.rope_config import PROPORTIONAL, RopeParameters
 
 
 def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
-    """Returns the rotary embedding (RoPE) of a model's full-attention layers, and that of its sliding-window layers; one object
-    twice if both are the same. max_model_len: the longest context with which the model is served, in tokens."""
+    """Returns the rotary embedding (RoPE) of a model's full-attention layers, and that of its sliding-window layers; the same
+    object twice if both are equal. max_model_len: the longest context with which the model is served, in tokens."""
 
     def made(rope: RopeParameters, head_dim: int) -> Rotary:
         return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
@@ -72,8 +79,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
 
 
 def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
-    """Returns the base of the frequencies: rope.theta, or with dynamic scaling the base for contexts of max_model_len positions.
-    turning: number of a head's dimensions to which rotary embedding (RoPE) applies."""
+    """Returns the base of the frequencies: rope.theta, or, with dynamic scaling, the base for contexts of max_model_len positions.
+    turning: number of a head's dimensions that are rotated."""
     original = rope.original_max_position_embeddings
     if rope.kind != "dynamic" or max_model_len <= original:
         return rope.theta
@@ -81,11 +88,12 @@ def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
 
 
 def _yarn_ramp(rope: RopeParameters, turning: int) -> Tensor:
-    """Returns a number for each pair of dimensions, [turning / 2], from 0 (the pair keeps its frequency) to 1 (its frequency is
-    divided by rope.factor). turning: number of a head's dimensions to which rotary embedding (RoPE) applies."""
+    """Returns for each pair of dimensions, [turning / 2], how much yarn scaling stretches it, from 0 (the pair keeps its frequency)
+    to 1 (its frequency is divided by rope.factor). turning: number of a head's dimensions that are rotated."""
 
     def pair(turns: float) -> float:
-        """Returns which pair of dimensions, as a fractional index, makes `turns` rotations within the original length."""
+        """Returns the index of the pair of dimensions that makes `turns` full rotations within the original length, as a fractional
+        number."""
         return turning * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)

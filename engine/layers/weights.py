@@ -1,7 +1,6 @@
-"""Returns a model's parameters as views of its weight range (the address range with all its weights). Tensors that one matrix
-multiplication reads together lie end to end there (loader/sizes/layout.py), so the fused matrix is a view as well. Shapes: V
-vocabulary, N outputs and K inputs of a matrix.
-"""
+"""Looks up a model's parameters, as views of its weight range (the address range with all its weights). Tensors that one matrix
+multiplication reads together lie end to end there (loader/sizes/layout.py), so the matrix that is fused from them is a view as
+well. Shapes: V vocabulary, N outputs and K inputs of a matrix."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ def _ones(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 class Weights:
     """Looks up a model's parameters by their names in the checkpoint, and returns them as views of the weight range `memory`.
-    Methods raise KeyError for a name that the model does not have, unless they say otherwise. counts: counts what the model's
-    experts compute; None: nothing is counted."""
+    Methods raise KeyError for a name that the model does not have, unless they say otherwise. counts: the counters of the tokens
+    that pass through the model's experts; None: nothing is counted."""
 
     def __init__(
         self,
@@ -54,24 +53,24 @@ class Weights:
         return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype_of(slot))
 
     def _dtype_of(self, slot: WeightSlot) -> torch.dtype:
-        """Returns the dtype that a parameter has in memory, if it is not quantised."""
+        """Returns the dtype that a parameter that is not quantised has in memory."""
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
 
     def table(self, name: str) -> Tensor | PackedMatrix:
-        """Returns an embedding or a head, which may be packed in memory: all its rows [V, K], or in a split model the rows that
-        this device has."""
+        """Returns the table of an embedding or a head, which may be packed in memory: all its rows [V, K], or in a split model
+        those that this device has."""
         packed = self._slots[name].packed
         return self.get(name) if packed is None else self._packed(packed)
 
     def ones(self, width: int) -> Tensor:
-        """Returns a tensor of `width` ones, for norms that have no weight. It is the same tensor each time the model is built,
-        because CUDA graphs that were captured before the model was evicted still read it."""
+        """Returns a tensor of `width` ones, for norms that have no weight. It is always the same tensor, even after the model was
+        evicted and loaded again, because CUDA graphs that were captured earlier still read it."""
         return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
 
     def expert_counts(self, layer: int) -> Tensor | None:
-        """Returns the counters of a layer's experts, int64 on the device (ExpertMatrices.counts). Each step adds to an expert's
-        counter the number of tokens that passed through the expert. Returns None if nothing is counted."""
+        """Returns the counters of a layer's experts, int64 on the device (ExpertMatrices.counts); None if nothing is counted. Each
+        step adds to an expert's counter the number of tokens that passed through the expert."""
         return None if self._counts is None else self._counts.row(layer)
 
     def find(self, name: str) -> Tensor | None:
@@ -86,8 +85,8 @@ class Weights:
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype_of(slots[0]))
 
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Matrix:
-        """Returns the weights of one projection, or of several that are fused into one matrix: a tensor, or a quantised or packed
-        matrix if the weights are held so."""
+        """Returns the weights of one projection, or of several that are fused into one matrix: a plain tensor, or a quantised or
+        packed matrix if the model's weight format holds them in that way."""
         weights = [f"{prefix}{name}.weight" for name in names]
         for names_of in (nvfp4_settings.MODELOPT, nvfp4_settings.COMPRESSED):
             first = self._slots.get(names_of.of(weights[0], names_of.numbers))
@@ -111,13 +110,13 @@ class Weights:
         return Fp8Matrix(codes, scales, group_inputs)
 
     def adapted(self, prefix: str, names: tuple[str, ...]) -> AdaptedProduct | None:
-        """Returns the description of the matrix multiplication with these matrices if LoRA adapters may change its result;
-        otherwise None."""
+        """Returns a description of the matrix multiplication with these matrices if LoRA adapters may change its result; None if
+        they may not."""
         return self._adapted.get((prefix, names))
 
     def _int4(self, stored: Names, weights: list[str]) -> Int4Matrix:
-        """Returns several INT4 matrices, which lie end to end in memory, as one matrix. stored: the names of the tensors in which
-        the checkpoint stores a matrix. weights: names of the matrices."""
+        """Returns several INT4 matrices, which lie end to end in memory, as one matrix. stored: gives the names of the tensors in
+        which the checkpoint stores a matrix. weights: names of the matrices."""
         slots = [self._slots[stored.of(name, stored.words)] for name in weights]
         first, scale = slots[0], self._slots[stored.of(weights[0], stored.scales)]
         num_outputs, num_inputs = sum(slot.held_shape[0] for slot in slots), first.held_shape[1] * IN_WORD
@@ -144,8 +143,8 @@ class Weights:
         )
 
     def _nvfp4(self, names: nvfp4_settings.Nvfp4, weights: list[str]) -> Nvfp4Matrix:
-        """Returns several NVFP4 matrices, which lie end to end in memory, as one matrix. names: the names of the tensors in which
-        the checkpoint stores a matrix. weights: names of the matrices."""
+        """Returns several NVFP4 matrices, which lie end to end in memory, as one matrix. names: gives the names of the tensors in
+        which the checkpoint stores a matrix. weights: names of the matrices."""
         slots = [self._slots[names.of(name, names.numbers)] for name in weights]
         numbers, scales, whole = (self._slots[names.of(weights[0], part)] for part in (names.numbers, names.scales, names.whole))
         num_outputs = sum(slot.shape[0] for slot in slots)
@@ -156,8 +155,9 @@ class Weights:
         )
 
     def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix:
-        """Returns the matrices of all experts of a layer, [num, N, K]. The matrices with the names prefix + name, for each name in
-        `names`, lie end to end in memory; they are viewed as one matrix that has `num` equal parts, one for each expert."""
+        """Returns the matrices of all experts of a layer, [num, N, K], for a checkpoint that stores them one by one. num: number of
+        experts. names: prefix + name, for each of them, is the name of a matrix. The matrices lie end to end in memory and are
+        viewed as one, which is divided into `num` equal parts."""
         joined = self.matrix(prefix, names)
         assert not isinstance(joined, PackedMatrix)  # loader/formats keeps it from mixtures of experts
         if isinstance(joined, Tensor):
@@ -176,8 +176,8 @@ class Weights:
         return Int4Matrix(parts(joined.packed), parts(joined.scales), joined.group_inputs, zeros)
 
     def stack(self, name: str) -> Tensor | Mxfp4Matrix:
-        """Returns the checkpoint's tensor of this name, which holds the matrices of all experts of a layer, [num, N, K]: plain, or
-        in MXFP4."""
+        """Returns the matrices of all experts of a layer, [num, N, K], for a checkpoint that stores them in one tensor, which is
+        plain or in MXFP4. name: name of that tensor."""
         if name in self._slots:
             return self.get(name)
         blocks, scales = (self._slots[name + part] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
