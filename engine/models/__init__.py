@@ -1,3 +1,2 @@
-"""Defines the models: one class for each kind of model that computes differently. registry.py maps the description of a family of
-models to its class.
-"""
+"""The classes of models: one for each kind of model that is computed in a different way. registry.py maps the description of a
+family of models to its class."""

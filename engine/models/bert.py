@@ -73,8 +73,9 @@ class BertModel:
         return functional.linear(torch.tanh(functional.linear(pooled, *dense)), *out)[:, 0]
 
     def _positions(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Returns for each token the index [T] of its row in the table of learned positions. In RoBERTa, positions begin after the
-        id of the padding token: a padding token gets the row with that id as its index, and does not count as a position."""
+        """Returns, for each token, the index [T] of its row in the table of learned positions. In BERT these are the positions in
+        the text, from 0. In RoBERTa the first position has the index after the id of the padding token; a padding token has that id
+        as its index, and is not counted as a position."""
         if not self.first_position:
             return torch.cat([torch.arange(length) for length in lengths])
         padding = self.first_position - 1
@@ -83,8 +84,8 @@ class BertModel:
 
 
 def _kinds(lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-    """Returns each token's segment type [T]: 1 for tokens of the second text of a pair, else 0. second_at: for each text or pair,
-    the index of the second text's first token; 0: it is a single text."""
+    """Returns each token's segment type [T]: 1 for tokens of the second text of a pair, else 0. lengths: number of tokens of each
+    text or pair. second_at: for each, the index of the first token of the pair's second text; 0: it is a single text."""
     kinds = [(torch.arange(length) >= (at or length)).long() for length, at in zip(lengths, second_at, strict=True)]
     return torch.cat(kinds)
 

@@ -28,9 +28,9 @@ from loader.shapes.model_shape import ModelShape
 class DecoderModel(Generic[BatchT]):
     """A decoder, or one device's share of it.
 
-    ranks: the connection of the devices that share layers (tensor parallelism), which adds up their partial results; None: layers
-    are whole. stages: passes hidden states from one pipeline stage to the next; None: all layers are here. Only the first stage has
-    an embedding, and only the last one a final norm and a head."""
+    ranks: the connection to the devices that compute the same layers (tensor parallelism), by which partial results are added up;
+    None: this device computes whole layers. stages: passes hidden states from one pipeline stage to the next; None: this device has
+    all layers. Only the first stage has an embedding, and only the last one a final norm and a head."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class DecoderModel(Generic[BatchT]):
         self.num_kept = len(self.kept_layers) or int(shape.predicts)
 
     def forward(self, batch: BatchT, wanted: Tensor | None) -> Tensor:
-        """Computes a batch, stores its keys and values, and returns the hidden states [N, hidden], after the final norm, of the
-        tokens with the indices `wanted` ([N] int64; None: all tokens).
+        """Computes a batch, stores its keys and values, and returns hidden states [N, hidden] after the final norm. wanted [N]
+        int64: the indices of the tokens whose states are returned; None: all tokens.
 
-        If batch.kept is not None, it is filled with the states that the model's predictor reads: num_kept tensors [T, hidden]. In a
-        pipeline stage before the last one the states are sent to the next stage, and those that are returned have no meaning."""
+        If batch.kept is not None, its num_kept tensors [T, hidden] are filled with the states that the model's predictor reads. A
+        pipeline stage before the last one sends its states to the next stage; its return value then has no meaning."""
         residual, update, embedded = self._first_states(batch)
         if self.inputs is not None:
             batch.layer_inputs = self.inputs(residual if embedded is None else embedded, batch)
@@ -100,9 +100,9 @@ class DecoderModel(Generic[BatchT]):
         return self._normed(update, residual)
 
     def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns what this device's first layer reads, computed by the embedding or received from the previous pipeline stage,
-        each [T, hidden]: the residual; the update that is still to be added to it, or None; and the embeddings of the tokens if the
-        previous stage sends them, else None."""
+        """Returns the inputs of this device's first layer, from the embedding or from the previous pipeline stage, each [T,
+        hidden]: the residual; the update that is still to be added to it, or None; and the embeddings of the tokens if the previous
+        stage sends them, else None."""
         if self.embedding is not None:
             return self.embedding(batch.input_ids), None, None
         assert self.stages is not None
@@ -114,16 +114,16 @@ class DecoderModel(Generic[BatchT]):
         return self.norm(residual) if update is None else self.norm.of_sum(update, residual)
 
     def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
-        """Adds the update to the residual, in place. Copies the sum, which is the hidden state that `layer` reads, to the tensor
-        for this layer in batch.kept (unless that is None)."""
+        """Adds the update to the residual, in place. The sum is the hidden state that `layer` reads; copies it to the tensor for
+        this layer in batch.kept, unless batch.kept is None."""
         if update is not None:
             self._normed(update, residual)  # only for the sum, which is one kernel this way
         if batch.kept is not None:
             self.ops.copy(residual, batch.kept[self.kept_layers.index(layer)])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [N, V] of N hidden states [N, hidden]. Raises RuntimeError for an embedding model, and for a pipeline
-        stage before the last."""
+        """Returns the logits [N, V] of N hidden states [N, hidden]. Raises RuntimeError for an embedding model, and in a pipeline
+        stage before the last one."""
         if self.head is None:
             raise RuntimeError("the model makes no logits")
         logits = self.ops.linear(hidden, self.head, self.head_bias)
@@ -132,24 +132,24 @@ class DecoderModel(Generic[BatchT]):
         return self.ops.softcap(self.ops.scaled(logits, self.logit_scale), self.logit_softcap)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states that the predictor reads first, [T, width of the predictor], computed from those that `forward` has
-        put into batch.kept. Raises RuntimeError for a model without a predictor."""
+        """Returns the states with which the predictor begins, [T, width of the predictor]. kept: the states that `forward` has put
+        into batch.kept. Raises RuntimeError for a model without a predictor."""
         return self._its_predictor.read(kept)
 
     def state_memory(self, num_tokens: int) -> Tensor:
-        """Returns new memory [num_tokens, hidden] in which `forward` can keep states for the predictor."""
+        """Returns new memory [num_tokens, hidden] for hidden states that `forward` keeps for the predictor."""
         weight = self._own_embedding.weight
         like = weight.body if isinstance(weight, PackedMatrix) else weight
         return like.new_empty(num_tokens, weight.shape[1], dtype=weight.dtype)
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Runs the predictor on a batch and returns its states [T, width of the predictor]. The token at each position of the batch
-        must be the one that follows that position in the text. states: the result of `read`, or of an earlier call of `predict`.
-        Raises RuntimeError for a model without a predictor."""
+        """Runs the predictor on a batch and returns its states [T, width of the predictor]. In this batch, the token at each
+        position must be the one that follows the position in the text. states: the result of `read`, or of an earlier call of
+        `predict`. Raises RuntimeError for a model without a predictor."""
         return self._its_predictor(states, batch)
 
     def predicted_logits(self, states: Tensor) -> Tensor:
-        """Returns the predictor's logits [N, V] of N of the states that `predict` has returned."""
+        """Returns the predictor's logits [N, V]. states: N of the states that `predict` has returned."""
         predictor = self._its_predictor
         return predictor.logits(states) if isinstance(predictor, EagleDrafter) else self.logits(predictor.norm(states))
 

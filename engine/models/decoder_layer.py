@@ -26,15 +26,15 @@ from loader.shapes.model_shape import ModelShape
 
 class DecoderLayer(Generic[BatchT]):
     """A layer of a decoder. It computes, in this order: attention_norm, attention (or the gated delta rule), attended_norm,
-    addition to the residual, mlp_norm, MLP, mlp_output_norm. Each family has some of these norms. An addition is fused with the
-    norm that follows it.
+    addition to the residual, mlp_norm, MLP, mlp_output_norm. Each family has only some of these norms. An addition is fused with
+    the norm that follows it.
 
-    In families with parallel branches, the MLP reads the same input as attention. In some families a layer also adds an update
-    computed from an additional input of the layer, and multiplies the residual by a scalar at the end; such layers leave no
-    addition to the next layer.
+    In families with parallel branches, the MLP reads the same input as attention. In some families a layer has an additional input,
+    from which it computes a further update. In some families a layer ends by multiplying the residual by a scalar; before that it
+    adds its last update to the residual itself, instead of returning it.
 
     In a split model, attention, MLP and experts each compute only this device's partial result; the ranks (devices) add up these
-    results before anything else reads them."""
+    results before they are used."""
 
     def __init__(
         self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
@@ -64,9 +64,9 @@ class DecoderLayer(Generic[BatchT]):
         self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor | None:
-        """Computes the layer, and returns its update, which the next layer is to add to the residual; None if this layer has added
-        it. update [T, hidden]: the update that the previous layer returned; None: there is none. residual [T, hidden]: changed in
-        place."""
+        """Computes the layer and returns its update [T, hidden], which the caller, usually the next layer, must add to the
+        residual; None if the layer has added it itself. update [T, hidden]: the previous layer's update, which is added first;
+        None: there is none. residual [T, hidden]: changed in place."""
         read = self._added(update, residual, self.attention_norm)
         attended = self._joined(self.attention(read, batch))
         if self.attended_norm is not None:
@@ -92,15 +92,15 @@ class DecoderLayer(Generic[BatchT]):
         return None
 
     def _joined(self, made: Tensor) -> Tensor:
-        """Adds to `made`, in place, the partial results that the other ranks (devices) of a split model have computed, and returns
-        it."""
+        """Returns `made`, to which the partial results that the other ranks (devices) of a split model have computed were added in
+        place. If the model is whole, `made` is not changed."""
         if self.ranks is not None:
             self.ranks.sum(made)
         return made
 
     def _added(self, update: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor:
-        """Adds the update, unless it is None, to the residual in place. Returns what attention or the MLP reads: the norm of the
-        residual, or the residual itself if `norm` is None."""
+        """Adds the update to the residual in place, unless it is None. Returns the input of attention or of the MLP: the norm of
+        the residual, or the residual itself if `norm` is None."""
         if norm is None:
             if update is not None:
                 self.ops.add(update, residual, self.scale)

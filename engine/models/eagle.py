@@ -1,8 +1,7 @@
 """Runs the EAGLE-3 head of a decoder: a draft model that predicts tokens from hidden states of some of the decoder's layers
 (loader/architectures/eagle.py).
 
-Shapes: T tokens of all rows, end to end; W the model's width, H the head's; V the model's vocabulary.
-"""
+Shapes: T tokens of all rows, end to end; W width of the decoder, H width of the head; V vocabulary of the decoder."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from loader.shapes.model_shape import ModelShape
 
 
 class EagleDrafter(Generic[BatchT]):
-    """The EAGLE-3 head of a decoder, which drafts tokens. For each token it reads the decoder's hidden states of that token,
-    combined into one, and the embedding of the next token. To draft further tokens it reads its own hidden state in place of the
-    decoder's. embedding [V, H]: the decoder's embedding, used if the head has none."""
+    """The EAGLE-3 head of a decoder, which drafts tokens. For each token it reads the decoder's hidden states of that token, from
+    several layers combined into one, and the embedding of the next token. To draft further tokens, it reads its own last hidden
+    state instead of the decoder's. embedding [V, H]: the decoder's embedding, used if the head has none."""
 
     def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor | PackedMatrix) -> None:
         assert shape.eagle is not None
@@ -49,8 +48,8 @@ class EagleDrafter(Generic[BatchT]):
         self.offsets = weights.get(names.PREFIX + names.OFFSETS) if head.has_offsets else None
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states that the head reads first, [T, H]. kept: for each of the decoder's layers whose input the head reads,
-        this input [T, W]."""
+        """Returns the states with which the head begins, [T, H], combined from the decoder's hidden states. kept: for each layer of
+        the decoder that the head reads, the hidden states [T, W] that are the input of that layer."""
         if self.norms:
             kept = [norm(one.contiguous()) for norm, one in zip(self.norms, kept, strict=True)]
         states = torch.cat(tuple(kept), dim=1)
@@ -59,8 +58,8 @@ class EagleDrafter(Generic[BatchT]):
         return self.ops.linear(states, self.states)
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Computes the head for a batch, stores its keys and values at the batch's positions, and returns its states [T, H]. The
-        token at each position of the batch must be the one that follows that position in the text. states [T, H]: the result of
+        """Computes the head for a batch, stores its keys and values at the batch's positions, and returns its states [T, H]. In
+        this batch, the token at each position must be the one that follows the position in the text. states [T, H]: the result of
         `read`, or of an earlier call."""
         embedded = self.ops.embedding(batch.input_ids, self.embedding, 1.0)
         normed = self.state_norm(states)
@@ -70,8 +69,8 @@ class EagleDrafter(Generic[BatchT]):
         return self.norm(residual) if self.norm_output else residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [N, V] of N hidden states [N, H] of the head. Tokens that are not in the head's smaller vocabulary get
-        the lowest finite number."""
+        """Returns the logits [N, V] of N hidden states [N, H] of the head. The head may have a smaller vocabulary than the decoder;
+        tokens that are not in it get the lowest finite number."""
         own = self.ops.linear(states if self.norm_output else self.norm(states), self.head)
         if self.offsets is None and own.shape[1] == self.vocab_size:
             return own

@@ -24,9 +24,9 @@ from loader.shapes.model_shape import ModelShape
 
 class Predictor(Generic[BatchT]):
     """A decoder's additional layer that drafts tokens. For each token it reads the decoder's last hidden state and the embedding of
-    the next token; its own hidden state then predicts the token after that. To draft further tokens it reads its own hidden state
-    in place of the decoder's. It stores keys and values apart from those of the decoder's layers. embedding: the decoder's
-    embedding."""
+    the next token; its own hidden state then predicts the token after that next one. To draft further tokens, it reads its own last
+    hidden state instead of the decoder's. Its keys and values are stored apart from those of the decoder's layers. embedding: the
+    decoder's embedding."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, embedding: Embedding) -> None:
         prefix = family.names.layer.format(shape.num_layers)
@@ -38,13 +38,13 @@ class Predictor(Generic[BatchT]):
         self.norm = Norm(*of_norm, prefix + OUTPUT_NORM)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states that the predictor reads first, [T, hidden]: the decoder's last hidden states after the final norm.
-        kept: a single tensor, these states."""
+        """Returns the states with which the predictor begins, [T, hidden]: the decoder's last hidden states, after the final norm.
+        kept: a list with only this tensor."""
         return kept[0]
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
         """Computes the predictor for a batch, stores its keys and values at the batch's positions, and returns its hidden states
-        [T, hidden]. The token at each position of the batch must be the one that follows that position in the text. states [T,
+        [T, hidden]. In this batch, the token at each position must be the one that follows the position in the text. states [T,
         hidden]: the result of `read`, or of an earlier call."""
         embedded = self.embedding(batch.input_ids)
         read = torch.cat((self.token_norm(embedded), self.hidden_norm(states)), dim=1)

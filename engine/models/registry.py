@@ -1,4 +1,5 @@
-"""Maps the description of a family of models (loader/architectures) to the class in engine/models that runs models of that kind."""
+"""Maps the description of a family of models (loader/architectures) to the class in engine/models that runs models of that
+family."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ class CausalLM(Protocol[BatchT_contra]):
 
 class Encoder(Protocol):
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Returns the last hidden states [T, hidden] of R texts or pairs of texts. input_ids [T] int64: their tokens, one text
-        after the other. lengths: number of tokens of each text or pair. second_at: for each, the index of the first token of a
-        pair's second text; 0: it is a single text."""
+        """Returns the last hidden states [T, hidden] of R texts or pairs of texts. input_ids [T] int64: the tokens of all texts,
+        one text after the other. lengths [R]: number of tokens of each text or pair. second_at [R]: for each, the index of the
+        first token of the pair's second text; 0: it is a single text."""
         ...
 
     def scores(self, pooled: Tensor) -> Tensor:
@@ -58,9 +59,9 @@ class Encoder(Protocol):
 def build_model(
     ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None, stages: Stages | None = None
 ) -> CausalLM[BatchT]:
-    """Builds a decoder and returns it. ranks: the connection of the devices that share layers (shape.split), which adds up their
-    partial results; None: layers are whole. stages: passes hidden states from one pipeline stage to the next; None: there is one
-    stage. Raises TypeError for a model that is no decoder; callers ask shape.is_encoder first."""
+    """Builds a decoder and returns it. ranks: the connection to the devices that compute the same layers (shape.split), by which
+    partial results are added up; None: this device computes whole layers. stages: passes hidden states from one pipeline stage to
+    the next; None: there is one stage. Raises TypeError for a model that is not a decoder; callers check shape.is_encoder first."""
     split = shape.split
     assert (split is None or split.size == 1) == (ranks is None)
     assert (split is None or not split.stage_ends) == (stages is None)
@@ -72,7 +73,7 @@ def build_model(
 
 def build_encoder(shape: ModelShape, weights: Weights) -> Encoder:
     """Builds an encoder, a model that computes vectors of texts or scores of pairs of texts, and returns it. Raises TypeError if
-    the family is no encoder."""
+    the model is not an encoder."""
     family = architecture_of(shape)
     if isinstance(family, BertFamily):
         return BertModel(family, shape, weights)
