@@ -1,1 +1,2 @@
-"""The operations that models are made of: their interface (ops.py), and the reference implementation in torch and numpy."""
+"""The operations of which models are made: their interface (ops.py), and the reference implementation in torch and numpy
+(reference.py, reference_inputs.py)."""

@@ -1,9 +1,8 @@
-"""Defines the operations that models and layers are made of. Each kind of device implements them (engine/cpu/ops.py,
+"""Defines the operations of which models and layers are made. Each kind of device implements them (engine/cpu/ops.py,
 engine/cuda/ops.py), and a model gets one implementation when it is built.
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated, N sampling rows,
-V vocabulary, E experts, I an expert's intermediate size.
-"""
+V vocabulary, E experts, I an expert's intermediate size."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from loader.shapes.model_shape import TemperatureShape
 
 @dataclass(slots=True, frozen=True)
 class Int8Matrix:
-    """A matrix of N outputs and K inputs in int8, or several such matrices: a weight is a value of values [..., N, K] int8 times
-    the scale of its output, scales [..., N] float32."""
+    """A matrix of N outputs and K inputs in int8, or several such matrices. values [..., N, K] int8. scales [..., N] float32: one
+    for each output. A weight is a value times the scale of its output."""
 
     values: Tensor
     scales: Tensor
@@ -30,23 +29,23 @@ class Int8Matrix:
 
     @property
     def group_inputs(self) -> int:
-        """The number of inputs that share a scale: all of them."""
+        """The number of inputs that share a scale: all K inputs of an output."""
         return self.values.shape[-1]
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, number: int | slice) -> Int8Matrix:
-        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
-        outputs."""
+        """Returns the matrix of expert `number` if the object holds several matrices; else the matrix with only the outputs
+        `number` (a slice)."""
         return Int8Matrix(self.values[number], self.scales[number])
 
 
 @dataclass(slots=True, frozen=True)
 class Fp8Matrix:
-    """A matrix of N outputs and K inputs in FP8: a weight is the float8_e4m3fn number whose code is in values [N, K] uint8, times a
-    scale. scales [N, G] float32: each for group_inputs adjacent inputs of one output; the last group may be shorter. No code is
-    NaN."""
+    """A matrix of N outputs and K inputs in FP8, or several such matrices. values [..., N, K] uint8: codes of float8_e4m3fn, of
+    which none is NaN. scales [..., N, G] float32: one for each group_inputs adjacent inputs of an output; the last group may be
+    shorter. A weight is a code's number times its scale."""
 
     values: Tensor
     scales: Tensor
@@ -60,21 +59,21 @@ class Fp8Matrix:
         return len(self.values)
 
     def __getitem__(self, number: int | slice) -> Fp8Matrix:
-        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
-        outputs."""
+        """Returns the matrix of expert `number` if the object holds several matrices; else the matrix with only the outputs
+        `number` (a slice)."""
         return Fp8Matrix(self.values[number], self.scales[number], self.group_inputs)
 
 
 @dataclass(slots=True, frozen=True)
 class Int4Matrix:
-    """A matrix of N outputs and K inputs in INT4, or several: a weight is (number - its zero point) * its scale.
+    """A matrix of N outputs and K inputs in INT4, or several such matrices. A weight is (number - its zero point) * its scale.
 
-    packed [..., N, K / 2] uint8: the numbers, 0 to 15, two a byte with the first in the low four bits.
-    scales [..., N, G] bfloat16 or float16: each for group_inputs adjacent inputs of one output. group_inputs is a power of two from
-    32 on, or all of an output's inputs.
+    packed [..., N, K / 2] uint8: the numbers, 0 to 15, two in a byte with the first in the low four bits.
+    scales [..., N, G] bfloat16 or float16: one for each group_inputs adjacent inputs of an output. group_inputs is a power of two
+    from 32 on, or all of an output's inputs.
     zeros [..., N, G] uint8: the zero points, 0 to 16; None: all are 8.
-    order [K] int32: the input index of each column of a single matrix; None: columns are in the order of the inputs
-    (loader/formats/int4_layout.py)."""
+    order [K] int32: the index of the input to which each column belongs, for a single matrix; None: columns are in the order of the
+    inputs (loader/formats/int4_layout.py)."""
 
     packed: Tensor
     scales: Tensor
@@ -91,19 +90,19 @@ class Int4Matrix:
         return len(self.packed)
 
     def __getitem__(self, number: int | slice) -> Int4Matrix:
-        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
-        outputs (`order` must then be None)."""
+        """Returns the matrix of expert `number` if the object holds several matrices; else the matrix with only the outputs
+        `number` (a slice). `order` must be None."""
         zeros = None if self.zeros is None else self.zeros[number]
         return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs, zeros)
 
 
 @dataclass(slots=True, frozen=True)
 class Nvfp4Matrix:
-    """A matrix of N outputs and K inputs in NVFP4, or several: a weight is number * scale * factor
+    """A matrix of N outputs and K inputs in NVFP4, or several such matrices. A weight is number * scale * factor
     (loader/formats/stored_nvfp4.py).
 
-    packed [..., N, K / 2] uint8: the numbers (e2m1), two a byte with the first in the low four bits.
-    scales [..., N, K / 16] uint8: codes of float8_e4m3fn, of which none is NaN, each for 16 adjacent inputs.
+    packed [..., N, K / 2] uint8: the numbers (e2m1), two in a byte with the first in the low four bits.
+    scales [..., N, K / 16] uint8: codes of float8_e4m3fn, of which none is NaN, one for each 16 adjacent inputs.
     factors [..., N] float32: one for each output."""
 
     packed: Tensor
@@ -124,15 +123,16 @@ class Nvfp4Matrix:
         return len(self.packed)
 
     def __getitem__(self, number: int | slice) -> Nvfp4Matrix:
-        """Returns the matrix of the expert with this number, if the object holds several matrices, else a slice of the matrix's
-        outputs."""
+        """Returns the matrix of expert `number` if the object holds several matrices; else the matrix with only the outputs
+        `number` (a slice)."""
         return Nvfp4Matrix(self.packed[number], self.scales[number], self.factors[number])
 
 
 @dataclass(slots=True, frozen=True)
 class PackedMatrix:
     """A matrix of N outputs and K inputs whose bfloat16 weights are packed without loss. body uint8, codes uint64, bases uint8,
-    starts uint32, escapes uint8: arrays of the format (loader/formats/packed_rows.py); not all bytes of escapes may be in use."""
+    starts uint32, escapes uint8: the arrays of the format (loader/formats/packed_rows.py). The array escapes may be longer than the
+    escapes in it."""
 
     num_outputs: int
     num_inputs: int
@@ -161,9 +161,9 @@ class PackedMatrix:
 
 @dataclass(slots=True, frozen=True)
 class AdaptedProduct:
-    """A matrix multiplication of a layer that LoRA adapters may change. number: its index in
-    loader.configs.adapter_matrices.adapted_matrices. parts: it may compute several of the checkpoint's matrices at once, such as
-    those of queries, keys and values; the number of outputs of each."""
+    """A matrix multiplication of a layer whose result LoRA adapters may change. number: its index in
+    loader.configs.adapter_matrices.adapted_matrices. parts: number of outputs of each of the checkpoint's matrices that it computes
+    at once, such as those of queries, keys and values."""
 
     number: int
     parts: tuple[int, ...]
@@ -174,8 +174,9 @@ Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix | Nvfp4Matrix | PackedMatr
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Mxfp4Matrix:
-    """E matrices, one for each expert, of N outputs and K inputs in MXFP4. blocks [E, N, K / 32, 16] uint8: numbers (e2m1), two a
-    byte. scales [E, N, K / 32] uint8: each for 32 adjacent inputs, as an exponent of two plus 127 (loader/formats/mxfp4.py)."""
+    """E matrices of N outputs and K inputs in MXFP4, one for each expert. blocks [E, N, K / 32, 16] uint8: the numbers (e2m1), two
+    in a byte. scales [E, N, K / 32] uint8: one for each 32 adjacent inputs; scale s stands for 2**(s - 127)
+    (loader/formats/mxfp4.py)."""
 
     blocks: Tensor
     scales: Tensor
@@ -192,7 +193,7 @@ ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Int8Matrix | Mxfp4Matrix | Nvfp
 @dataclass(slots=True, frozen=True)
 class ClampedSwiglu:
     """The settings of gpt-oss's activation (reference.clamped_swiglu), for matrices whose rows alternate between gate and up.
-    limit: the bound to which both are clamped. alpha: factor of the gate within its sigmoid."""
+    limit: the bound to which gate and up are clamped. alpha: a factor of the gate within the activation's sigmoid."""
 
     limit: float
     alpha: float
@@ -200,12 +201,14 @@ class ClampedSwiglu:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SigmoidRouting:
-    """The settings of DeepSeek's rule for the choice of experts (reference.route_by_sigmoid).
+    """The settings of DeepSeek's rule by which a token's experts are chosen and weighted (reference.route_by_sigmoid).
 
-    correction [E] float32: added to the scores for the choice of experts, but not for their weights.
-    num_groups: number of groups of experts. num_chosen_groups: number of groups among which a token's experts are chosen.
-    factor: factor of the weights. by_softmax: scores are a softmax instead of sigmoids, and a group's score is that of its best
-    expert."""
+    correction [E] float32: added to the scores when experts are chosen, but not when they are weighted.
+    num_groups: number of groups into which the experts are divided. num_chosen_groups: number of groups from which a token's
+    experts are chosen.
+    factor: a factor of all weights.
+    by_softmax: whether scores are a softmax, and a group's score is that of its best expert; False: scores are sigmoids, and a
+    group's score is the sum of its two best."""
 
     correction: Tensor
     num_groups: int
@@ -218,27 +221,30 @@ class SigmoidRouting:
 class ExpertMatrices:
     """The experts of one layer.
 
-    gate_up [E, 2 I, W]: each expert's gate, then its up. down [E, W, I]. An Fp8Matrix of experts has values [E, N, K] and scales
-    [E, N, G]; a four-bit matrix has packed [E, N, K / 2]. Tensors may be contiguous along their outputs instead of their inputs.
-    gate_up_bias [E, 2 I], down_bias [E, W]: biases of the matrix multiplications.
-    num_chosen: how many experts each token passes through. normalised: the weights of a token's experts are made to add up to 1.
-    clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up. gelu: the activation
-    is gelu(gate) * up, with the tanh approximation of gelu.
-    sigmoid: how experts are chosen and weighted, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
-    sigmoid of its score, and multiplies the expert's input instead of its output.
-    factors [E]: factors of the experts' weights, applied after these were made to add up to 1.
+    gate_up [E, 2 I, W]: each expert's gate, then its up. down [E, W, I]. Of quantised matrices, an Fp8Matrix has values [E, N, K]
+    and scales [E, N, G]; a four-bit matrix has packed [E, N, K / 2]. Tensors may be contiguous along their outputs instead of their
+    inputs.
+    gate_up_bias [E, 2 I], down_bias [E, W]: biases of the matrix multiplications; None: there are none.
+    num_chosen: how many experts each token passes through.
+    normalised: whether the weights of a token's experts are divided by their sum.
+    clamped: the settings of gpt-oss's activation, if the experts use it; rows of gate_up then alternate between gate and up. gelu:
+    whether the activation is gelu(gate) * up, with the tanh approximation of gelu. Otherwise it is silu(gate) * up.
+    sigmoid: the rule by which experts are chosen and weighted; None: by the softmax of their scores.
+    weighs_inputs: whether an expert's weight is the sigmoid of its score, and multiplies the expert's input instead of its output.
+    factors [E]: factors of the experts' weights, applied last; None: there are none.
 
-    In a split model each rank (device) may have some of the experts: the matrices and biases are then those of the rank's own
-    experts, from number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts.
+    In a split model a rank (device) may have only some of the experts. The matrices and biases are then those of the rank's own
+    experts, from number first_own on, and num_routed is the number of all experts. num_routed 0: the matrices are those of all
+    experts.
 
-    turns [num_experts, 3] int32, if ranks have copies of other ranks' experts: for each expert (number of ranks that hold it, this
-    rank's index among them, its index among the matrices here), as loader.shapes.expert_copies.turns returns them; first_own is not
-    used then. Of an expert's tokens a rank computes those whose place in the KV cache, modulo the number of holders, is its index.
-    None: no rank has copies.
+    turns [num_experts, 3] int32: how ranks divide the tokens of an expert of which several ranks have copies; None: no rank has
+    copies. For each expert it has the number of ranks that hold it, this rank's index among these, and the expert's index among
+    this rank's matrices (loader.shapes.expert_copies.turns). A rank computes those tokens whose place in the KV cache, modulo the
+    number of ranks that hold the expert, is its index. first_own is not used then.
 
-    counts [num_experts] int64: how many tokens have passed through each expert, over all ranks; with turns [num_own]: how many this
-    rank has computed with each of its matrices. Each call of Ops.experts adds its own tokens, and changes nothing else of it. The
-    address stays the same as long as the model is used. None: nothing is counted."""
+    counts [num_experts] int64: how many tokens have passed through each expert, over all ranks; with turns [num_own]: how many
+    tokens this rank has computed with each of its matrices. None: nothing is counted. Each call of Ops.experts adds the tokens of
+    its step to counts. The address stays the same as long as the model is used."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -258,7 +264,7 @@ class ExpertMatrices:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts that tokens are routed to, over all ranks."""
+        """The number of experts to which tokens are routed, over all ranks."""
         return self.num_routed or self.num_own
 
     @property
@@ -275,10 +281,10 @@ class ExpertMatrices:
 class LatentHeads:
     """The heads of one layer's latent attention (loader.shapes.model_shape.LatentShape).
 
-    plain_dim: K, the number of dimensions of a head's queries and keys that are not rotated. rope_dim: R, the number of those that
-    are. value_dim: V.
+    plain_dim: K, the number of dimensions of a head's queries and keys that are not rotated. rope_dim: R, the number of their
+    dimensions that are rotated. value_dim: V, the number of dimensions of a head's values.
     up [H (K + V), L]: for each head, the matrix that maps a latent [L] to the part of its key that is not rotated [K], followed by
-    the matrix for its value [V]."""
+    the matrix that maps it to its value [V]."""
 
     up: Matrix
     num_heads: int
@@ -294,11 +300,18 @@ class LatentHeads:
 
 @dataclass(slots=True, frozen=True)
 class DeltaColumns:
-    """The columns of a gated delta rule's heads in the outputs of the layer's two projections, for K key heads and V value heads.
-    In the output of the first, the queries of key head h begin at column query + h key_stride, and its keys at key + h key_stride.
-    The j-th of the V / K value heads that belong to key head h has its values, of D dimensions, at value + h value_stride + j D,
-    and the gates of its output at gate + h value_stride + j D. In the output of the second, the projection of the gates, its update
-    is at update + h head_stride + j, and its step at step + h head_stride + j."""
+    """The columns of a gated delta rule's heads in the outputs of the layer's two projections. K is the number of key heads, V that
+    of value heads; each key head h has V / K value heads, of which j is one.
+
+    In the output of the first projection:
+    queries of key head h: from column query + h key_stride on.
+    keys of key head h: from column key + h key_stride on.
+    values of value head j of h, D dimensions: from column value + h value_stride + j D on.
+    gates of the output of value head j of h, D dimensions: from column gate + h value_stride + j D on.
+
+    In the output of the second projection, that of the gates:
+    update of value head j of h: column update + h head_stride + j.
+    step of value head j of h: column step + h head_stride + j."""
 
     query: int
     key: int
@@ -316,11 +329,12 @@ class DeltaRule:
     """The gated delta rule of one layer (loader.shapes.model_shape.DeltaShape), with K key heads of key_dim and V value heads of
     value_dim.
 
-    convolution [C, N]: weights for the C columns of queries, keys and values, in this order and head by head; the last of the N
-    weights is for the token itself, the others for the N - 1 tokens before it. decay, step_bias [V] float32: a head's state decays
-    by the factor exp(-exp(decay) softplus(step + step_bias)). norm [value_dim]: weight of the norm of each head's output, with eps.
+    convolution [C, N]: weights for the C columns of queries, keys and values, in this order and head by head. The last of a
+    column's N weights is for the token itself, the others are for the N - 1 tokens before it.
+    decay, step_bias [V] float32: a head's state decays by the factor exp(-exp(decay) softplus(step + step_bias)).
+    norm [value_dim], eps: the weight of the norm of each head's output, and the number that is added to the mean square.
 
-    A sequence's state is float32: V matrices [key_dim, value_dim], then the last N - 1 tokens' columns [N - 1, C]."""
+    A sequence's state is float32: V matrices [key_dim, value_dim], then the columns of its last N - 1 tokens [N - 1, C]."""
 
     convolution: Tensor
     decay: Tensor
@@ -340,15 +354,15 @@ class DeltaRule:
 
     @property
     def matrix_values(self) -> int:
-        """The number of values of a sequence's state that belong to its matrices. They come first; the values of the convolution
-        follow."""
+        """The number of values in a sequence's state that belong to its matrices. They are the first values of the state; those of
+        the convolution follow."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(slots=True, frozen=True)
 class HeadNorms:
-    """The RMS norms of each head's queries, keys and perhaps values. query, key, value [D]: their weights; value None: values are
-    not normalised. around_one: queries and keys are multiplied by 1 + weight instead of weight."""
+    """The RMS norms of each head's queries, keys and, in some models, values. query, key, value [D]: the norms' weights; value
+    None: values are not normalised. around_one: whether queries and keys are multiplied by 1 + weight instead of weight."""
 
     query: Tensor
     key: Tensor
@@ -359,9 +373,10 @@ class HeadNorms:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
-    """The rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position. scale: factor of cosines and
-    sines. temperature: how a further factor of the queries depends on the position; None: there is none. A layer with a temperature
-    rotates only queries, and by an angle of 0 (inv_freq is 0), so that the rotation only scales them."""
+    """A rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: the angle per position. scale: a factor of cosines
+    and sines. temperature: how a further factor of the queries depends on the position; None: there is no such factor. In layers
+    with a temperature only queries are rotated, and by an angle of 0 (inv_freq is 0), so that the rotation only multiplies them by
+    that factor."""
 
     inv_freq: Tensor
     scale: float = 1.0
@@ -370,14 +385,15 @@ class Rotary:
 
 @dataclass(slots=True)
 class BatchAdapters:
-    """The LoRA adapters of one step's T tokens. The tables have S columns, one for each adapter number, and M rows, one for each
-    matrix multiplication that adapters may change. The arrays are numpy arrays if the host computes, else tensors in device memory.
+    """The LoRA adapters of one step's T tokens. The tables places and ranks have a column for each of S adapter numbers, and a row
+    for each of M matrix multiplications that adapters may change. All arrays but memory are numpy arrays if the host computes, else
+    tensors in device memory.
 
-    numbers [T] int32: each token's adapter; -1 for none and for padding.
-    places [M, S] int64: index in `memory` at which an adapter's matrices for a multiplication begin (loader.adapters.layout); -1:
-    the adapter does not change it.
+    numbers [T] int32: the adapter number of each token; -1 for tokens without an adapter, and for padding.
+    places [M, S] int64: the index in `memory` at which an adapter's matrices for a multiplication begin (loader.adapters.layout);
+    -1: the adapter does not change the multiplication.
     ranks [M, S] int32: the LoRA rank r of these matrices.
-    memory: the KV arena, which holds all adapters, as a flat tensor in the model's dtype."""
+    memory: the KV arena, which also holds all adapters, as a flat tensor in the model's dtype."""
 
     numbers: Any
     places: Any
@@ -386,7 +402,7 @@ class BatchAdapters:
 
 
 class StepBatch(Protocol):
-    """The inputs of one step, as models see them. Each kind of device has a class of its own with further fields, which its
+    """The inputs of one step, as far as models read them. Each kind of device has its own class, with further fields that its
     operations read."""
 
     layer_inputs: Tensor | None  # [T L, W]: the inputs of L layers that have inputs of their own, set by the model
@@ -394,8 +410,8 @@ class StepBatch(Protocol):
 
     @property
     def adapters(self) -> BatchAdapters | None:
-        """The LoRA adapters of the step's tokens. None if the model's steps do not compute adapters, as before its first
-        adapter."""
+        """The LoRA adapters of the step's tokens. None if the model's steps do not compute adapters, which is so until the model
+        gets its first adapter."""
         ...
 
     @property
@@ -412,59 +428,60 @@ class LogprobOps(Protocol):
     """The operations that compute log-probabilities from logits. Arguments and results other than the logits are numpy arrays."""
 
     def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
-        """Returns log-softmax values of M rows of logits [N, V]: [M] float32 at the token ids chosen [M] int32; then the ids [M,
-        num_top] of the most likely tokens, the most likely first; then their values [M, num_top]. rows [M] int32: the indices of
-        the rows, whose logits must be finite."""
+        """Returns log-softmax values of M rows of logits [N, V] as three arrays: the values [M] float32 of the tokens chosen [M]
+        int32; the ids [M, num_top] of the most likely tokens, the most likely first; and the values [M, num_top] of these. rows [M]
+        int32: the indices of the M rows, whose logits must be finite."""
         ...
 
     def ranks(self, logits: Tensor, chosen: Any) -> Any:
-        """Returns the rank [N] int32 of each row's token in chosen [N] int32: how many tokens are at least as likely by logits [N,
-        V], the token itself included. 1: it is the most likely one."""
+        """Returns, for each row of logits [N, V], the rank of the token in chosen [N] int32, as [N] int32: how many tokens are at
+        least as likely, the token itself included. Rank 1 is the most likely token."""
         ...
 
 
 class SamplingOps(LogprobOps, Protocol):
-    """The operations with which the host samples from logits (engine/sampling), on devices that do not sample by themselves as GPUs
-    do. Arguments and results other than logits are numpy arrays."""
+    """The operations with which the host samples from logits (engine/sampling). Devices that sample by themselves, such as GPUs, do
+    not have them. Arguments and results other than logits are numpy arrays."""
 
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
-        """Returns the most likely token id of each row of logits [N, V], [N] int32, and whether the row holds NaN or an infinity,
-        [N] bool."""
+        """Returns two arrays for the rows of logits [N, V]: the most likely token id of each row, [N] int32, and whether the row
+        holds NaN or an infinity, [N] bool."""
         ...
 
     def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-        """Samples one token for each row of logits [N, V] (reference.sample). Returns the ids [N], and whether the row holds NaN or
-        an infinity [N]. temperature, top_p, top_k, min_p [N]: settings of the rows; rows of temperature 0 get their most likely
+        """Samples one token for each row of logits [N, V] (reference.sample). Returns the ids [N], and whether each row holds NaN
+        or an infinity [N]. temperature, top_p, top_k, min_p [N]: the rows' settings; rows of temperature 0 get their most likely
         token. key0, key1 [N] uint32: keys of the rows' random noise."""
         ...
 
     def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
         """Applies penalties to one row's logits [V] float32, in place (reference.penalise). tokens: int32, the num_prompt tokens of
-        the prompt, then those of the output. presence, frequency: subtracted for tokens of the output; 0: no effect. repetition:
-        factor for all these tokens; 1: no effect."""
+        the prompt, then those of the output. repetition: the logits of all these tokens are divided by it if positive, else
+        multiplied by it; 1: no effect. frequency: subtracted for each time a token is in the output. presence: subtracted once for
+        each token of the output."""
         ...
 
 
 class Ops(LogprobOps, Protocol[BatchT_contra]):
-    """The operations of one kind of device, of which models are made. BatchT_contra: the type of a step's inputs on that device."""
+    """The operations of one kind of device, of which models are made. BatchT_contra: the type of a step's inputs on this kind of
+    device."""
 
     def embedding(self, ids: Tensor, weight: Tensor | PackedMatrix, scale: float = 1.0, first: int | None = None) -> Tensor:
-        """Returns the rows of weight [V, W] (a table) with the indices ids [T] int64, times scale, as [T, W]. first: `weight` has
-        only some rows of the table, from this index on, and is not packed; rows that it does not have are zeros in the result.
-        None: it has all rows."""
+        """Returns the rows of a table with the indices ids [T] int64, times scale, as [T, W]. weight [V, W]: the table; if `first`
+        is given, only a part of the table, whose first row has the index `first`, and which is not packed. Indices outside of this
+        part give rows of zeros."""
         ...
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with a quantised matrix, in x's
-        dtype."""
+        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N] (None: no bias), in x's dtype."""
         ...
 
     def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: BatchT_contra) -> None:
-        """Adds what the tokens' LoRA adapters contribute to the multiplication of x [T, K] by a matrix to its result out [T, N], in
-        place. For each part of the matrix (AdaptedProduct.parts), with n outputs, this is x @ down [r, K] transposed @ up [r, n],
-        computed in float32 and rounded once with the sum. Rows of tokens without an adapter, or whose adapter does not change the
-        multiplication, stay as they are. batch.adapters must not be None. In memory all parts' `down` lie one after the other,
-        followed by their `up`."""
+        """Adds the contributions of the tokens' LoRA adapters to out [T, N], the product of x [T, K] and a matrix, in place. For
+        each part of the matrix (AdaptedProduct.parts), with n outputs, the contribution is x @ down [r, K] transposed @ up [r, n],
+        computed in float32 and rounded once with the sum. Rows of a token without an adapter, or with one that does not change this
+        product, stay as they are. batch.adapters must not be None. In memory all parts' `down` lie one after the other, followed by
+        their `up`."""
         ...
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -492,8 +509,8 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-        """Returns the RMS norm of x [T, W]: each row divided by the root of its mean square plus eps, times weight [W] (around_one:
-        times 1 + weight)."""
+        """Returns the RMS norm of x [T, W]: each row divided by sqrt(its mean square + eps), times weight [W], or with around_one
+        times 1 + weight."""
         ...
 
     def add_rms_norm(
@@ -514,19 +531,19 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
-        """Normalises the columns `first` to `first` + W - 1 of x [T, N] in place, as rms_norm does with weight [W]; the other
+        """Normalises W adjacent columns of x [T, N], from column `first` on, in place, as rms_norm does with weight [W]. The other
         columns stay."""
         ...
 
     def column_squares(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Returns the sum of squares of each row of x over each of C adjacent ranges of columns, [T, C] float32. widths: the
-        numbers of columns of the ranges, of which the first begins at column 0."""
+        """Returns sums of squares of the elements of each row of x: one sum for each of C adjacent ranges of columns, [T, C]
+        float32. widths: the number of columns of each range. The first range begins at column 0."""
         ...
 
     def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
-        """Normalises C adjacent ranges of x's columns in place, as rms_norm does, with a weight [W] for each range and with sums of
-        squares that are given. In a split model x holds only one of `parts` equal parts of each range; squares [T, C] are the sums
-        of squares over all parts (column_squares)."""
+        """Normalises C adjacent ranges of x's columns in place, as rms_norm does, but with given sums of squares. weights: one
+        weight [W] for each range. In a split model x holds only one of `parts` equal parts of each range. squares [T, C]: for each
+        range the sum of squares over all parts (column_squares)."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -544,13 +561,13 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
         """Returns the output [T, W] of a layer's experts for x [T, W]: for each token the weighted sum of its chosen experts'
-        outputs, down(activation(gate, up)). The weights are the softmax of the token's scores, or what experts.sigmoid says. The
-        output is 0 for padding, which passes through no expert. Also adds to experts.counts.
+        outputs, down(activation(gate, up)). The weights are the softmax of the token's scores, or follow the rule experts.sigmoid.
+        Padding passes through no expert, and its output is 0. Also adds to experts.counts.
 
         scores [T, E]: the router's scores; float32 if experts.sigmoid is given. Of equal scores the expert with the lower number is
         chosen.
         shared [T, W]: the output of the shared expert, which is added; None: there is none. If scores has a further column, [T, E +
-        1], the sigmoid of that column is a factor of shared."""
+        1], `shared` is multiplied by the sigmoid of that column."""
         ...
 
     def rope_and_store(
@@ -563,19 +580,20 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         interleaved: bool = False,
         num_turned: int | None = None,
     ) -> None:
-        """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys,
-        normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys and values in qkv are
+        """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D], normalises the values (if they
+        have a norm), and stores keys and values in the KV blocks. Queries are changed in place; the keys and values in qkv are
         undefined afterwards.
 
-        layer: index of the layer. heads: H. interleaved: the two dimensions of a rotated pair are neighbours, else dimensions i and
-        P + i. num_turned: how many heads are rotated, counted from the first query head on; None: all queries and keys."""
+        layer: index of the layer. heads: H. interleaved: whether the two dimensions of a rotated pair are adjacent; False: they are
+        dimensions i and P + i. num_turned: how many heads are rotated, counted from the first query head on; None: all queries and
+        keys."""
         ...
 
     def rope(
         self, queries: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra, interleaved: bool = False
     ) -> None:
-        """Normalises (if norms are given) and rotates queries [T, H D] in place, and stores nothing. heads: H. The other parameters
-        are those of rope_and_store."""
+        """Normalises (if norms are given) and rotates queries [T, H D] in place, and stores nothing. layer, heads, interleaved: as
+        in rope_and_store."""
         ...
 
     def attention(
@@ -588,15 +606,16 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         batch: BatchT_contra,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
-        rope_and_store. Of qkv only the first H D columns, the queries, are read.
+        """Returns causal attention [T, H D] of every token to its row's KV blocks in the layer's window. rope_and_store must have
+        run before. Of qkv only the first H D columns, the queries, are read.
 
         heads: H. scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks
-        [H] float32: one more score for each head, which takes weight in the softmax and has no value; None: there are none."""
+        [H] float32: a further score for each head, which takes weight in the softmax but has no value; None: there are none."""
         ...
 
     def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
-        """Returns the columns `first` to `first` + W - 1 of x [T, N], normalised as rms_norm does with weight [W], as [T, W]."""
+        """Returns W adjacent columns of x [T, N], from column `first` on, normalised as rms_norm does with weight [W], as [T,
+        W]."""
         ...
 
     def rope_and_store_latents(
@@ -612,12 +631,13 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
     ) -> None:
         """Rotates the last R dimensions of each head of queries [T, H (K + R)] in place. Stores in the KV blocks, for each token,
         the last L + R columns of down [T, N]: the latent, normalised as rms_norm does with norm [L] and eps, and the rotated part
-        of the keys. interleaved: the two dimensions of a rotated pair are neighbours. Letters: as in LatentHeads."""
+        of the keys. interleaved: whether the two dimensions of a rotated pair are adjacent. K, R, V and L are explained at
+        LatentHeads."""
         ...
 
     def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: BatchT_contra) -> Tensor:
-        """Returns causal latent attention [T, H V] of every token over its row's KV blocks. Runs after rope_and_store_latents.
-        scale: factor of the scores. Letters: as in LatentHeads."""
+        """Returns causal latent attention [T, H V] of every token to its row's KV blocks. rope_and_store_latents must have run
+        before. scale: factor of the scores. K, R, V and L are explained at LatentHeads."""
         ...
 
     def without_gates(self, x: Tensor, heads: int, head_dim: int) -> Tensor:
@@ -626,14 +646,14 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def gate_heads(self, attended: Tensor, x: Tensor, head_dim: int) -> None:
-        """Multiplies the outputs of attention, attended [T, H D], in place by the sigmoids of the gates in x (see without_gates).
-        head_dim: D."""
+        """Multiplies the outputs of attention, attended [T, H D], in place by the sigmoids of the gates in x [T, (2 H + 2 G) D]
+        (see without_gates). head_dim: D."""
         ...
 
     def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: BatchT_contra) -> Tensor:
         """Returns the normalised and gated outputs [T, V D] of the V value heads of a gated delta rule, for D = value_dim; 0 for
         padding. x [T, C + V D], gates [T, 2 V]: outputs of the layer's two projections (DeltaColumns). Reads each row's state
-        before the step, and writes the states after those of its tokens for which the row has a block
+        before the step. Writes the row's states after those of its tokens for which the row has a block
         (scheduler/batch/group_cache.py)."""
         ...
 

@@ -2,12 +2,11 @@
 and tests compare the kernels with it.
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size, N query tokens (of matrix multiplications: outputs, of logits:
-rows), R rows, B blocks of a row, K inputs of a matrix, G scales of an output, C experts of a token, E experts, V vocabulary; of
-latent attention and the delta rule as in ops.py.
+rows), R rows, B blocks of a row, K inputs of a matrix, G scales of an output, C experts of a token, E experts, V vocabulary. The
+letters of latent attention and of the delta rule are those of ops.py (LatentHeads, DeltaRule).
 
-KV cache: [num_blocks, layers, 2, G, block_tokens, D], with keys at index 0 and values at index 1 of the third axis. If it comes
-with scales [num_blocks, layers, 2, G, block_tokens], it is fp8 as quantize_fp8 makes it.
-"""
+KV cache: [num_blocks, layers, 2, G, block_tokens, D], with keys at index 0 and values at index 1 of the third axis. If there are
+scales [num_blocks, layers, 2, G, block_tokens], the cache is fp8, as quantize_fp8 encodes it."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ _DELTA_TOKENS = 64  # tokens that the delta rule computes at a time
 
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Returns x [T, K] times the transpose of the weight matrix (values [N, K] int8 * scales [N] float32), plus bias [N] (None: no
-    bias).
+    """Returns x [T, K] times the transpose of an int8 matrix, plus bias [N] (None: no bias). The matrix is values [N, K] int8 times
+    scales [N] float32.
 
     The values are converted to x's dtype, which is exact, in parts of at most held_bytes bytes (but at least one row)."""
     out, apart = x.new_empty(len(x), len(values)), rows_apart(x)
@@ -56,8 +55,8 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
 
 
 def _parts(like: Tensor, shape: torch.Size, held_bytes: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields slices of the outputs of a matrix [N, K], each with memory for the slice's weights in the dtype of `like`. All slices
-    share that memory, which has at most held_bytes bytes, but room for at least one output."""
+    """Yields slices of the outputs of a matrix with this shape [N, K], each with memory for the slice's weights in the dtype of
+    `like`. All slices share the same memory, of at most held_bytes bytes, unless one output needs more."""
     num_outputs, num_inputs = shape
     at_once = max(1, held_bytes // (num_inputs * like.element_size()))
     held = like.new_empty(min(at_once, num_outputs), num_inputs)
@@ -68,8 +67,8 @@ def _parts(like: Tensor, shape: torch.Size, held_bytes: int) -> Iterator[tuple[s
 
 def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> None:
     """Converts an FP8 matrix: writes its weights to out [N, K]. values [N, K] uint8: codes of float8_e4m3fn. scales [N, G] float32:
-    each for group_inputs inputs of an output. A weight, code times scale, is rounded once to float32, and once more if out's dtype
-    is shorter."""
+    one for each group_inputs adjacent inputs of an output. A weight is a code's number times its scale, rounded to float32, and
+    then to out's dtype if that is shorter."""
     factors = scales if scales.shape[1] == 1 else scales.repeat_interleave(group_inputs, dim=1)[:, : values.shape[1]]
     out.copy_(values.view(torch.float8_e4m3fn).float().mul_(factors))
 
@@ -87,9 +86,9 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bia
 def _written_linear(
     x: Tensor, shape: torch.Size, write: Callable[[slice, Tensor], None], bias: Tensor | None, held_bytes: int
 ) -> Tensor:
-    """Returns x [T, K] times the transpose of a matrix of this shape [N, K], plus bias [N]. write(some, part): writes the rows
-    `some` (a slice) of the matrix to the tensor `part`. held_bytes: the most bytes of the matrix that are in memory at a time, but
-    at least one row."""
+    """Returns x [T, K] times the transpose of a matrix of this shape [N, K], plus bias [N] (None: no bias). write(some, part):
+    writes the rows `some` (a slice) of the matrix to the tensor `part`. held_bytes: the most bytes of the matrix that are in memory
+    at a time, but at least one row."""
     out, apart = x.new_empty(len(x), shape[0]), rows_apart(x)
     for some, part in _parts(x, shape, held_bytes):
         write(some, part)
@@ -99,8 +98,8 @@ def _written_linear(
 
 def int4_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, group_inputs: int, out: Tensor) -> None:
     """Converts an INT4 matrix: writes its weights, (number - zero point) * scale, to out [N, K]. packed [N, K / 2] uint8: the
-    numbers, two a byte. scales, zeros [N, G]: each for group_inputs inputs of an output; zeros None: all are 8. The weights are
-    exact in float32, and rounded once if out's dtype is shorter."""
+    numbers, two in a byte. scales, zeros [N, G]: one for each group_inputs adjacent inputs of an output; zeros None: all zero
+    points are 8. The weights are exact in float32, and rounded once if out's dtype is shorter."""
     numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()
 
     def of_inputs(groups: Tensor) -> Tensor:
@@ -139,8 +138,8 @@ def packed_rows(packed: PackedMatrix, some: slice, out: Tensor) -> None:
 
 
 def panels_of(packed: PackedMatrix, panels: slice | None = None) -> tuple[Any, Any, Any, Any, Any]:
-    """Returns the arrays of some panels (groups of outputs that are packed together) of a packed matrix (None: of all), as
-    loader.formats.packed_rows.unpack_rows takes them."""
+    """Returns the arrays of a packed matrix, as loader.formats.packed_rows.unpack_rows takes them. panels: only the arrays of these
+    panels (groups of outputs that are packed together); None: of all panels."""
     panels = slice(0, packed.num_panels) if panels is None else panels
     blocks = num_blocks(packed.num_inputs)
     sizes = (blocks * PANEL_BODY_BYTES, blocks * PANEL_CODES, PANEL_ROWS, 1)
@@ -160,12 +159,12 @@ def packed_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, held_byt
 def add_adapters(
     x: Tensor, out: Tensor, parts: Sequence[int], numbers: Tensor, places: Tensor, ranks: Tensor, memory: Tensor
 ) -> None:
-    """Adds what LoRA adapters contribute to the multiplication of x [T, K] by a matrix to its result out [T, N], in place (see
-    Ops.add_adapters). parts: the number of outputs of each of the P matrices of the checkpoint that are multiplied as one.
+    """Adds the contributions of LoRA adapters to out [T, N], the product of x [T, K] and a matrix, in place (see Ops.add_adapters).
+    parts: number of outputs of each of the P matrices of the checkpoint that are fused into this matrix.
 
-    numbers [T]: each token's adapter, -1: none. places, ranks [S]: each adapter's place in memory (below 0: it does not change the
-    multiplication) and LoRA rank. memory: flat. At an adapter's place lie down [P, rank, K], and then for each part up [rank,
-    parts[p]]."""
+    numbers [T]: each token's adapter; -1: none. places [S]: each adapter's place in memory; below 0: the adapter does not change
+    this product. ranks [S]: each adapter's LoRA rank. memory: flat; at an adapter's place lie down [P, rank, K], and then for each
+    part up [rank, parts[p]]."""
     for number in numbers.unique().tolist():
         if number < 0 or (at := int(places[number])) < 0:
             continue
@@ -181,9 +180,9 @@ def add_adapters(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-    """Returns the RMS norm of x [T, W]: each row divided by the root of its mean square plus eps, times weight [W]. The division is
-    in float32 and is rounded to x's dtype before the weight is applied. around_one (Gemma): the factor is 1 + weight instead, and
-    only the product is rounded."""
+    """Returns the RMS norm of x [T, W]: each row divided by sqrt(its mean square + eps), times weight [W]. The quotient is computed
+    in float32 and rounded to x's dtype before it is multiplied by the weight. around_one (Gemma): it is multiplied by 1 + weight
+    instead, and only the product is rounded."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if around_one:
@@ -198,8 +197,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Returns x [T, W] minus its rows' means, divided by the root of their variances, times weight [W], plus bias [W]. It is
-    computed in float32 and rounded once."""
+    """Returns the LayerNorm of x [T, W]: (x - the row's mean) / sqrt(the row's variance + eps), times weight [W], plus bias [W]
+    (None: no bias). It is computed in float32 and rounded once."""
     wide_bias = None if bias is None else bias.float()
     return functional.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
@@ -211,9 +210,9 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Applies rotary embedding to x [T, heads, D]: pairs dimension i with dimension P + i of the first 2 P dimensions (interleaved:
-    dimension 2 i with the next) and rotates each pair in float32. The other dimensions are unchanged. cos_sin: [T, 2 P] float32, P
-    cosines, then P sines."""
+    """Applies a rotary embedding to x [T, heads, D]: rotates pairs of the first 2 P dimensions, in float32; the other dimensions
+    are unchanged. Dimension i is paired with P + i, or, if interleaved, 2 i with 2 i + 1. cos_sin: [T, 2 P] float32, P cosines,
+    then P sines."""
     cosine, sine = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     turning = cos_sin.shape[1]
     wide = x[..., :turning].float()
@@ -224,8 +223,8 @@ def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def temperature_of(positions: Tensor, temperature: TemperatureShape) -> Tensor:
-    """Returns the factors [T] float32 by which queries at these positions [T] are scaled: 1 + scale * ln(1 + floor((position + 1) /
-    tokens)), with scale and tokens of `temperature`."""
+    """Returns the attention temperature: the factors [T] float32 by which queries at these positions [T] are multiplied. They are 1
+    + scale * ln(1 + floor((position + 1) / tokens)), with scale and tokens of `temperature`."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / temperature.tokens)) * temperature.scale + 1.0
 
 
@@ -290,17 +289,17 @@ def add_and_scale(update: Tensor, residual: Tensor, factor: Tensor) -> None:
 
 
 def column_squares(x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
-    """Writes the sum of squares of each row of x over each of C adjacent ranges of columns to out [T, C] float32. widths: the
-    numbers of columns of the ranges, of which the first begins at column 0."""
+    """Writes sums of squares of the elements of each row of x to out [T, C] float32: one sum for each of C adjacent ranges of
+    columns. widths: the number of columns of each range. The first range begins at column 0."""
     for place, columns in enumerate(x.split([*widths, x.shape[1] - sum(widths)], 1)[:-1]):
         torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32, out=out[:, place])
     out.square_()
 
 
 def norm_columns_by(x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
-    """Normalises C adjacent ranges of x's columns in place: divides them by the root of their mean squares plus eps, and multiplies
-    them by a weight [W] for each range, rounded as rms_norm does. squares [T, C]: sums of squares over `parts` times as many
-    columns as x has in the range."""
+    """Normalises C adjacent ranges of x's columns in place: divides them by sqrt(their mean square + eps), and multiplies them by
+    the range's weight [W], rounded as in rms_norm. squares [T, C]: the sums of squares from which the mean squares are computed;
+    they cover `parts` times as many columns as x has in the range."""
     first = 0
     for weight, sums in zip(weights, squares.unbind(1), strict=True):
         columns = x[:, first : first + len(weight)]
@@ -315,11 +314,12 @@ def columns_twice(x: Tensor, first: int, out: Tensor) -> None:
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes x [..., D] to float8_e4m3fn codes [..., D] with scales [...], both uint8. x is about 2 ** (scale - 127) times the
-    code's value.
+    """Quantizes x [..., D] to float8_e4m3fn codes [..., D] with scales [...], both uint8. A number of x is about 2 ** (scale - 127)
+    times the number of its code.
 
-    A scale is the power of two (E8M0 of the OCP's microscaling formats) that brings the largest of the D numbers to between 224 and
-    448, the largest number of e4m3. So nothing is clamped, and rounding is the only error. NaN and infinities become NaN."""
+    A scale is a power of two (E8M0 of the OCP's microscaling formats). It brings the largest of the D numbers to between 224 and
+    448, the largest number of e4m3, so nothing is clamped, and rounding is the only error. For very small numbers it is
+    MIN_FP8_SCALE, and the rounding is coarser. NaN and infinities become NaN."""
     wide = x.float()
     largest = wide.abs().amax(-1).view(torch.int32)
     scales = (((largest + 0x1FFFFF) >> 23) - 8).clamp(min=MIN_FP8_SCALE)  # exponent, plus 1 above 1.75 times its power of two
@@ -335,10 +335,10 @@ def widen_fp8(codes: Tensor, scales: Tensor) -> Tensor:
 def gather_context(
     kv: Tensor, layer: int, blocks: Tensor, first: int, context: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the keys and the values [G, context - first, D] of one row's positions from `first` to below `context`, from the KV
-    cache kv [num_blocks, layers, 2, G, block_tokens, D]. scales: the scales of the cache if it is fp8, whose numbers are then
-    returned as float32; None: the cache is not fp8. blocks: [B], the row's block table, of which only the entries of these
-    positions are read."""
+    """Returns the keys and the values of one row's positions from `first` to below `context`, two tensors [G, context - first, D].
+    kv [num_blocks, layers, 2, G, block_tokens, D]: the KV cache. blocks: [B], the row's block table, of which only the entries of
+    these positions are read. scales: the scales of the cache if it is fp8; the results are then float32. None: the cache is not
+    fp8."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     first_block, end_block = first // block_tokens, -(-context // block_tokens)
     pages = kv[blocks[first_block:end_block], layer]
@@ -356,8 +356,8 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
 
 
 def first_seen(context: int, reach: int) -> int:
-    """Returns the first position that the last of `context` positions attends to. reach R > 0: it attends to the last R positions,
-    its own included; R < 0: to its own chunk of -R positions; 0: to all."""
+    """Returns the first position to which the last of `context` positions attends. reach R > 0: it attends to the last R positions,
+    its own included; R < 0: to its own chunk, if positions are cut into chunks of -R; 0: to all."""
     if reach > 0:
         return max(0, context - reach)
     return max(0, context - 1) // -reach * -reach if reach < 0 else 0
@@ -379,12 +379,12 @@ def paged_attention(
     sinks: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    """Computes attention token by token, and writes it to out [T, H D]: query token tokens[n] of qkv [T, (H + 2 G) D] attends to
-    the first contexts[n] positions of row rows[n], without those before the position that first_seen returns.
+    """Computes attention token by token, and writes it to out [T, H D]. Query token tokens[n] of qkv [T, (H + 2 G) D] attends to
+    the first contexts[n] positions of row rows[n], except for those before the position that first_seen returns.
 
     kv, scales: the KV cache, as in gather_context. heads: H. block_table [R, B]. reach: how far back a token attends, as in
     first_seen.
-    scale: factor of the scores. softcap: as in capped. sinks: [H], one more score for each head, whose value is 0; None: there are
+    scale: factor of the scores. softcap: as in capped. sinks: [H], a further score for each head, whose value is 0; None: there are
     none. The softmax is computed in float32."""
     kv_heads, _, head_dim = kv.shape[3:]
     for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
@@ -411,11 +411,12 @@ def rope_and_store_latents(
     scales: Tensor | None = None,
     interleaved: bool = False,
 ) -> None:
-    """Rotates queries [T, H (K + R)] in place and stores latents (see Ops.rope_and_store_latents).
+    """Rotates the rotated dimensions of queries [T, H (K + R)] in place, and stores the latents and rotated keys in down (see
+    Ops.rope_and_store_latents).
 
     cos_sin: as in rotate, for 2 P = R. heads: H. slots [T]: each token's place in the cache; below 0: the token is not stored.
     kv [num_blocks, layers, 1, 1, block_tokens, L + R]: the KV cache, of which index `layer` is written. scales: the scales of the
-    cache if it is fp8, of kv's shape without the last axis."""
+    cache if it is fp8, of kv's shape without the last axis; None: it is not fp8."""
     block_tokens, token_values = kv.shape[4:]
     turning, rank = cos_sin.shape[1], len(norm)
     turned = queries.view(len(queries), heads, -1)[..., -turning:]
@@ -433,7 +434,7 @@ def rope_and_store_latents(
 
 def gather_latents(kv: Tensor, layer: int, blocks: Tensor, context: int, scales: Tensor | None = None) -> Tensor:
     """Returns the latents of a row's first `context` positions, [context, L + R], from the KV cache kv [num_blocks, layers, 1, 1,
-    block_tokens, L + R]. blocks: the row's block table. scales: the scales of the cache if it is fp8; None: it is not."""
+    block_tokens, L + R]. blocks [B]: the row's block table. scales: the scales of the cache if it is fp8; None: it is not fp8."""
     used = blocks[: -(-context // kv.shape[4])]
     pages = kv[used, layer, 0, 0]
     if scales is not None:
@@ -454,9 +455,9 @@ def latent_attention(
     out: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """Computes latent attention token by token in the expanded form (keys and values are made of the latents), and writes it to out
-    [T, H V]: query tokens[n] of queries [T, H (K + R)] attends to the first contexts[n] positions of row rows[n]. Keys, values and
-    the softmax are computed in float32.
+    """Computes latent attention token by token in the expanded form (keys and values are computed from the latents), and writes it
+    to out [T, H V]. Query token tokens[n] of queries [T, H (K + R)] attends to the first contexts[n] positions of row rows[n].
+    Keys, values and the softmax are computed in float32.
 
     up [H, K + V, L]: LatentHeads.up of each head. kv, layer, scales: the KV cache, as in gather_latents. block_table [R, B]. scale:
     factor of the scores."""
@@ -482,11 +483,13 @@ def prepare_inputs(
     block_table: Tensor,
     block_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (input_ids, positions, kv_slots), each [T], of the tokens of a step.
+    """Returns the inputs of a step's tokens as (input_ids, positions, kv_slots), each [T]. kv_slots: each token's place in the KV
+    cache.
 
-    token_rows [T]: the row of each token. host_ids [T]: the token ids that the host knows; one below 0 stands for last_ids [S + 1]
-    of the row's slot. slots [R]: the row's slot. firsts, starts [R]: the position and the index in T of each row's first token.
-    block_table: [S + 1, B]. Slot S is padding: its tokens are at position 0, and get kv_slot -1 (stored nowhere)."""
+    token_rows [T]: the row of each token. host_ids [T]: the token ids that the host knows; where the id is below 0, last_ids [S +
+    1] of the row's slot is used instead. slots [R]: each row's slot. firsts, starts [R]: the position, and the index in T, of each
+    row's first token. block_table: [S + 1, B]. Slot number S is for padding: its tokens get position 0 and kv_slot -1 (not
+    stored)."""
     rows = token_rows.long()
     slot = slots[rows].long()
     positions = torch.where(slot < len(last_ids) - 1, firsts[rows] + torch.arange(len(rows)) - starts[rows], 0)
@@ -498,11 +501,12 @@ def prepare_inputs(
 def split_contexts(
     contexts: Tensor, reach: int, target: int, split_tokens: int, num_items: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Divides the work of attention by split-K: cuts the positions that the last position of each row's context attends to into
-    parts, about `target` in all. The parts have the same size, a multiple of split_tokens, except that a row's last part may be
+    """Cuts the work of attention into parts (split-K): the positions to which the last position of each row attends are divided
+    into about `target` parts in all. All parts have the same size, a multiple of split_tokens, except that a row's last part may be
     shorter. contexts [R]: the number of positions of each row. reach: how far back a position attends, as in first_seen.
 
-    Returns rows, begins and ends [num_items] of the parts (0 where unused), and the index of each row's first part [R + 1]."""
+    Returns four tensors: the row, the first position and the end of each part, each [num_items] with 0 where unused, and the index
+    of each row's first part [R + 1]."""
     begin = torch.tensor([first_seen(context, reach) for context in contexts.tolist()], dtype=contexts.dtype)
     length = contexts - begin
     piece = max(1, -(-int(length.sum()) // (target * split_tokens))) * split_tokens
@@ -518,12 +522,12 @@ def split_contexts(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Returns the attention [H, N, D] of query [H, N, D] to C keys and values: key and value [G, C, D].
+    """Returns the attention [H, N, D] of query [H, N, D] to key and value [G, C, D], at C positions.
 
-    mask: [N, C] bool, True where a query attends; None for causal attention of as many queries as keys (only without softcap and
+    mask: [N, C] bool, True where a query attends; None: causal attention of as many queries as keys (only without softcap and
     sinks).
-    scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H], one more
-    score for each head, whose value is 0; None: there are none."""
+    scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H], a
+    further score for each head, whose value is 0; None: there are none."""
     if softcap > 0 or sinks is not None:
         assert mask is not None
         return _attention_by_head(query, key, value, scale, softcap, mask, sinks)
@@ -552,11 +556,11 @@ def long_row_attention(
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Computes attention for the queries [H, N, D] of the last N of one row's `context` positions, and writes it to out [N, H, D].
-    The keys and values to which the queries attend are gathered once.
+    """Computes attention for the last N of one row's `context` positions, whose queries are query [H, N, D], and writes it to out
+    [N, H, D]. The keys and values to which these queries attend are gathered once.
 
-    block_table [B]: the row's own. tile_tokens: number of queries computed at a time where a mask is needed. The other parameters
-    are those of paged_attention."""
+    block_table [B]: the row's block table. tile_tokens: number of queries computed at a time where a mask is needed. The other
+    parameters are those of paged_attention."""
     num_new = query.shape[1]
     before = context - num_new
     first = first_seen(before + 1, reach)  # the first position that the first query attends to
@@ -581,8 +585,8 @@ def long_row_attention(
 def _attention_by_head(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Computes causal_attention for a combination of a mask with a softcap or sinks. Computes one KV head at a time, because all
-    scores of a head are held in memory."""
+    """Computes causal_attention with a mask and with a softcap or sinks, one KV head at a time, because all scores of a head are
+    held in memory."""
     group = query.shape[0] // key.shape[0]
     out = torch.empty_like(query)
     hidden = ~mask
@@ -605,8 +609,8 @@ def without_gates(x: Tensor, heads: int, head_dim: int, out: Tensor) -> None:
 
 
 def gate_heads(attended: Tensor, x: Tensor, head_dim: int) -> None:
-    """Multiplies attended [T, H D] in place by the sigmoids of the gates of x [T, (2 H + 2 G) D], which follow each query head's D
-    columns."""
+    """Multiplies attended [T, H D] in place by the sigmoids of the gates in x [T, (2 H + 2 G) D], where each query head's D columns
+    are followed by D columns of gates. head_dim: D."""
     gates = x[:, : 2 * attended.shape[1]].unflatten(1, (-1, 2, head_dim))[:, :, 1]
     attended.unflatten(1, (-1, head_dim)).mul_(torch.sigmoid(gates))
 
@@ -625,14 +629,14 @@ def gated_delta(
     out: Tensor,
 ) -> None:
     """Computes a gated delta rule (https://arxiv.org/abs/2412.06464; see Ops.gated_delta), and writes its outputs to out [T, V D].
-    Computed in float32, _DELTA_TOKENS at a time; a head's output is rounded to x's dtype before it is normalised, and again before
-    the gate.
+    It is computed in float32, _DELTA_TOKENS tokens at a time. A head's output is rounded to x's dtype before it is normalised, and
+    again before it is multiplied by the gate.
 
-    states [num_blocks, layers, numbers of a state] float32.
-    block_table [R, B]: for each block of block_tokens tokens of a row, the block that holds the state after its last computed
-    token; -1 where there is none.
+    states [num_blocks, layers, number of values of a state] float32.
+    block_table [R, B]: for each block_tokens tokens of a row, the block that holds the state after the last computed one of these
+    tokens; -1: there is none.
     starts, num_new, contexts [R]: each row's first token in the step, its number of tokens in the step, and its number of positions
-    after it."""
+    after the step."""
     out.zero_()
     for row in torch.nonzero(num_new).flatten().tolist():
         start, num, context = int(starts[row]), int(num_new[row]), int(contexts[row])
@@ -661,10 +665,10 @@ def gated_delta(
 
 
 def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: int) -> int:
-    """Returns where the part of a row's tokens that begins with token `at` ends: the index, among the row's `num` new tokens, of
-    the first token after it. All tokens of a part are computed at once. A part has at most _DELTA_TOKENS tokens, and ends earlier
-    where a state is to be written or the row ends. blocks: the block for the state after each block_tokens tokens of the sequence;
-    -1: none is written. first: the position in the sequence of the row's first new token."""
+    """Returns the end of the part of a row's new tokens that begins with token `at` (an index among the row's `num` new tokens).
+    The tokens of a part are computed at once: at most _DELTA_TOKENS, and none beyond a token after which a state is to be written.
+    blocks: for each block_tokens tokens of the sequence, the block for the state after them; -1: no state is written. first: the
+    position in the sequence of the row's first new token."""
     end = min(num, at + _DELTA_TOKENS)
     for block in range((first + at) // block_tokens, (first + end - 1) // block_tokens):
         if blocks[block] >= 0:
@@ -674,13 +678,13 @@ def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: i
 
 def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, decay: Tensor, matrix: Tensor) -> Tensor:
     """Computes n tokens of the gated delta rule at once: returns their outputs [n, V, D], and advances the state matrix [V, K, D]
-    in place to the state after them.
+    in place to the state after them. K here is the size of a key.
 
     query, key [n, V, K]; value [n, V, D]. update [n, V]: the portion of its value that a token writes. decay [n, V]: logarithms of
     the factors by which the state decays.
 
-    A token writes update * (value - the value that its key reads from the state), which depends on what earlier tokens write: a
-    triangular system of equations."""
+    A token writes update * (value - the value that its key reads from the state). That depends on what the earlier tokens have
+    written, which gives a triangular system of equations."""
     query, key, value = (one.transpose(0, 1) for one in (query, key, value))
     update, decay = update.t().unsqueeze(2), decay.t().cumsum(1).unsqueeze(2)
     since = (decay - decay.transpose(1, 2)).tril().exp().tril()
@@ -695,16 +699,16 @@ def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, deca
 
 
 def _delta_columns(x: Tensor, rule: DeltaRule) -> Tensor:
-    """Returns the queries, keys and values of a gated delta rule, picked from the columns of the projection's output x, as [T, C]:
-    all queries first, then keys, then values, each head by head."""
+    """Returns the queries, keys and values of a gated delta rule, as [T, C]: all queries first, then all keys, then all values,
+    each head by head. x: the output of the layer's first projection, from whose columns they are taken."""
     at = rule.columns
     keys = (_by_key_head(x, first, rule).flatten(1) for first in (at.query, at.key))
     return torch.cat((*keys, _by_value_head(x, at.value, at.value_stride, rule).flatten(1)), dim=1)
 
 
 def _delta_convolve(columns: Tensor, rule: DeltaRule) -> Tensor:
-    """Returns the causal convolution [T, C] of columns [N - 1 + T, C], which begin with those of the N - 1 tokens before the
-    step."""
+    """Returns the causal convolution [T, C] of columns [N - 1 + T, C]. The first N - 1 of these belong to the N - 1 tokens before
+    the step."""
     weights = rule.convolution.float()
     num = len(columns) - weights.shape[1] + 1
     # not torch's conv1d, which oneDNN computes wrongly for 8 modulo 16 columns in SVE vectors of 512 bits (docs/aarch64.md)
@@ -715,8 +719,8 @@ def _delta_convolve(columns: Tensor, rule: DeltaRule) -> Tensor:
 
 
 def _delta_heads(columns: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Divides convolved columns [T, C] into heads. Returns queries and keys [T, V, K], repeated for each value head and scaled to
-    length 1 (queries then by key_dim ** -0.5), and values [T, V, D]."""
+    """Divides convolved columns [T, C] into heads. Returns queries and keys [T, V, key_dim], which are repeated for each value head
+    and scaled to length 1 (queries are then multiplied by key_dim ** -0.5), and values [T, V, D]."""
     widths = (rule.num_key_heads * rule.key_dim,) * 2 + (rule.num_value_heads * rule.value_dim,)
     query, key, value = columns.split(widths, dim=1)
     served = rule.num_value_heads // rule.num_key_heads
@@ -738,23 +742,23 @@ def _delta_gates(gates: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor]:
 
 
 def _by_key_head(x: Tensor, first: int, rule: DeltaRule) -> Tensor:
-    """Returns the columns of x that belong to key heads, as a view [T, K, key_dim]: each of the K heads has key_dim columns, and
-    those of the first head begin at column `first`."""
+    """Returns the columns of x that belong to key heads, as a view [T, K, key_dim]. first: the first column of the first of the K
+    heads; the next heads follow at distances of rule.columns.key_stride."""
     sizes = (len(x), rule.num_key_heads, rule.key_dim)
     return x.as_strided(sizes, (x.stride(0), rule.columns.key_stride, 1), x.storage_offset() + first)
 
 
 def _by_value_head(x: Tensor, first: int, stride: int, rule: DeltaRule) -> Tensor:
-    """Returns the columns of x that belong to value heads, as [T, V, D]: each of the V heads has D columns, and those of the first
-    head begin at column `first`. stride: number of columns from the first value head of one key head to that of the next key
-    head."""
+    """Returns the columns of x that belong to value heads, as [T, V, D]. first: the first column of the first value head. The value
+    heads of one key head are adjacent. stride: number of columns from the first value head of one key head to the first one of the
+    next key head."""
     served = rule.num_value_heads // rule.num_key_heads
     sizes, strides = (len(x), rule.num_key_heads, served, rule.value_dim), (x.stride(0), stride, rule.value_dim, 1)
     return x.as_strided(sizes, strides, x.storage_offset() + first).flatten(1, 2)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up [T, W], of gate and up side by side in gate_up [T, 2 W]."""
+    """Returns silu(gate) * up, [T, W]. gate_up [T, 2 W]: gate's columns, then up's."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -765,36 +769,36 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """Returns gelu(gate) * up [T, W], of gate and up side by side in gate_up [T, 2 W]. gelu is the tanh approximation."""
+    """Returns gelu(gate) * up, [T, W], with the tanh approximation of gelu. gate_up [T, 2 W]: gate's columns, then up's."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu(gate) * up
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """Returns (up + 1) * gate * sigmoid(alpha * gate) [T, W], of gate and up that alternate in gate_up [T, 2 W]: columns of even
-    index are gates. Gates are first clamped to at most limit, ups to between -limit and limit. Computed in float32."""
+    """Returns (up + 1) * gate * sigmoid(alpha * gate), [T, W], computed in float32. gate_up [T, 2 W]: gates are the columns of even
+    index, ups those of odd index. They are clamped first: gates to at most limit, ups to between -limit and limit."""
     gate, up = gate_up[:, ::2].float().clamp(max=limit), gate_up[:, 1::2].float().clamp(-limit, limit)
     return ((up + 1.0) * (gate * torch.sigmoid(alpha * gate))).to(gate_up.dtype)
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts MXFP4 numbers: returns [..., K] in this dtype from blocks [..., K / 32, 16] and scales [..., K / 32] (Mxfp4Matrix).
-    The numbers are exact in float32 and bfloat16."""
+    """Converts MXFP4 numbers to this dtype: returns [..., K] from blocks [..., K / 32, 16] and scales [..., K / 32] (Mxfp4Matrix).
+    The results are exact in float32 and bfloat16."""
     wide = torch.ldexp(e2m1_numbers(blocks), scales.int().unsqueeze(-1) - 127)
     return wide.flatten(-2).to(dtype)
 
 
 def e2m1_numbers(packed: Tensor) -> Tensor:
-    """Returns the 4-bit numbers in the bytes packed [..., K / 2], as float32 [..., K]. A byte has two, the first in the low four
-    bits; each is a sign bit, two exponent bits and a mantissa bit."""
+    """Returns the 4-bit numbers in packed [..., K / 2] uint8, as float32 [..., K]. A byte has two numbers, the first in the low
+    four bits. A number has a sign bit, two exponent bits and a mantissa bit."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     return torch.cat((magnitudes, -magnitudes))[torch.stack((packed & 15, packed >> 4), dim=-1).long()].flatten(-2)
 
 
 def nvfp4_rows(packed: Tensor, scales: Tensor, factors: Tensor, out: Tensor) -> None:
     """Converts an NVFP4 matrix (Nvfp4Matrix): writes its weights to out [N, K] from packed [N, K / 2], scales [N, K / 16] and
-    factors [N]. The scale of 16 inputs is a code's value times the output's factor, rounded to float32. A weight is a number times
-    that scale, rounded to float32, and once more if out's dtype is shorter."""
+    factors [N]. The scale of 16 inputs is the code's number times the output's factor, rounded to float32. A weight is a number
+    times this scale, rounded to float32, and then to out's dtype if that is shorter."""
     of_groups = scales.view(torch.float8_e4m3fn).float().mul_(factors.unsqueeze(1))
     numbers = e2m1_numbers(packed).unflatten(1, (of_groups.shape[1], -1))
     out.copy_(numbers.mul_(of_groups.unsqueeze(2)).flatten(1))
@@ -811,9 +815,9 @@ def nvfp4_linear(x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor, bia
 
 
 def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Returns x [T, K] times the transposed matrix of MXFP4 blocks [N, K / 32, 16] and scales [N, K / 32], plus bias [N] (None: no
-    bias). The matrix is converted in parts, one at a time, of at least one row; with all intermediate values a part takes at most
-    held_bytes bytes."""
+    """Returns x [T, K] times the transpose of an MXFP4 matrix, plus bias [N] (None: no bias). blocks [N, K / 32, 16], scales [N, K
+    / 32]: as in Mxfp4Matrix. The matrix is converted in parts of at least one row; a part with all intermediate values takes at
+    most held_bytes bytes."""
     num_outputs, out = len(blocks), x.new_empty(len(x), len(blocks))
     at_once = max(1, held_bytes // (x.shape[1] * _WIDENING_BYTES))
     for first in range(0, num_outputs, at_once):
@@ -824,8 +828,8 @@ def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None,
 
 
 def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, number: int) -> Tensor:
-    """Returns x [T, K] times the transposed matrix of the expert with this number, plus its bias (None: no bias). matrices [E, N,
-    K], bias [E, N]: those of all experts."""
+    """Returns x [T, K] times the transpose of the matrix of expert `number`, plus the expert's bias. matrices [E, N, K], bias [E,
+    N] (None: no bias): those of all experts."""
     own_bias = None if bias is None else bias[number]
     if isinstance(matrices, Mxfp4Matrix):
         return mxfp4_linear(x, matrices.blocks[number], matrices.scales[number], own_bias, WIDENED_BYTES)
@@ -845,8 +849,8 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
 
 
 def gated(gate_up: Tensor, clamped: ClampedSwiglu | None, gelu: bool = False) -> Tensor:
-    """Returns the activation [T, I] of a layer's experts for gate_up [T, 2 I]: clamped_swiglu if `clamped` is given, gelu(gate) *
-    up if `gelu`, else silu(gate) * up."""
+    """Returns the activation [T, I] of gate_up [T, 2 I] in a layer's experts: clamped_swiglu if `clamped` is given, gelu(gate) * up
+    if `gelu`, else silu(gate) * up."""
     if gelu:
         return gelu_and_mul(gate_up)
     return silu_and_mul(gate_up) if clamped is None else clamped_swiglu(gate_up, clamped.limit, clamped.alpha)
@@ -855,10 +859,11 @@ def gated(gate_up: Tensor, clamped: ClampedSwiglu | None, gelu: bool = False) ->
 def route(
     scores: Tensor, num_chosen: int, normalised: bool, by_sigmoid: bool = False, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the experts [T, C] int64 that each token passes through, the one with the highest of its scores [T, E] first, and
-    their weights [T, C] float32: the softmax of the scores, or (normalised) that divided by its sum over the C experts, or
-    (by_sigmoid) the sigmoids of their scores. Of equal scores the expert with the lower number is chosen. factors [E]: factors of
-    the weights."""
+    """Returns two tensors for the tokens with these scores [T, E]: the experts [T, C] int64 that each token passes through, the one
+    with the highest score first, and their weights [T, C] float32. Of equal scores the expert with the lower number is chosen.
+
+    The weights are the softmax of all E scores; if normalised, it is divided by its sum over the C experts; if by_sigmoid, the
+    weights are the sigmoids of the scores instead. factors [E]: multiply the experts' weights; None: there are none."""
     if factors is not None:
         chosen, weights = route(scores, num_chosen, normalised, by_sigmoid)
         return chosen, weights * factors.float()[chosen]
@@ -877,12 +882,15 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: SigmoidRouting) -> tuple[Tensor, Tensor]:
-    """Returns experts [T, C] int64 and weights [T, C] float32, as `route` does, by the rule of DeepSeek-V3
-    (https://arxiv.org/abs/2412.19437). The scores are the sigmoids of logits [T, E] float32. Experts are chosen by their scores
-    plus the correction: first the groups whose two best experts have the highest sums, then the best experts of these. The weights
-    are the scores alone, divided (normalised) by their sum over the C experts, times the factor. By DeepSeek-V2's rule
-    (by_softmax; https://arxiv.org/abs/2405.04434) the scores are the softmax of the logits, and groups are chosen by their best
-    expert."""
+    """Returns experts [T, C] int64 and weights [T, C] float32, like `route`, by the rule of DeepSeek-V3
+    (https://arxiv.org/abs/2412.19437). An expert's score is the sigmoid of its logit in logits [T, E] float32.
+
+    Experts are chosen by score + rule.correction: first the groups with the highest sums of their two best experts, then the best
+    experts of these groups. The weights are the scores without the correction, divided by their sum over the C experts if
+    normalised, times rule.factor.
+
+    If rule.by_softmax (DeepSeek-V2's rule, https://arxiv.org/abs/2405.04434), the scores are the softmax of the logits, and groups
+    are chosen by their best expert."""
     scores = torch.softmax(logits, dim=-1) if rule.by_softmax else torch.sigmoid(logits)
     merits = scores + rule.correction
     grouped = merits.view(len(merits), rule.num_groups, -1)
@@ -899,8 +907,8 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
 
 def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, slots: Tensor, shared: Tensor | None) -> Tensor:
     """Returns the output [T, W] of a layer's experts for x [T, W] (see Ops.experts), summed over those experts whose matrices are
-    given, and adds to the counts of all experts. slots [T] int64: each token's place in the KV cache; below 0 for padding. Each
-    expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    given, and adds to matrices.counts. slots [T] int64: each token's place in the KV cache; below 0 for padding. Each expert's
+    output is rounded to x's dtype; the weighted sum is computed in float32 and rounded once."""
     is_padding = slots < 0
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
@@ -931,19 +939,20 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, slots: Tensor, 
 
 
 def own_pairs(chosen: Tensor, slots: Tensor, turns: Tensor, num_own: int) -> Tensor:
-    """Returns chosen [T, C] with each expert's number replaced by its index among the num_own matrices of this rank (device), and
-    by num_own for pairs of a token and an expert that other ranks compute.
+    """Returns the experts [T, C] that each token passes through, as indices of this rank's (device's) num_own matrices; num_own
+    where another rank computes the pair of token and expert.
 
-    chosen: the experts' numbers; the number of experts for padding. slots [T]: each token's place in the KV cache. turns [E, 3]: as
-    in ExpertMatrices."""
+    chosen [T, C]: the numbers of the experts; for padding the number of all experts. slots [T]: each token's place in the KV cache.
+    turns [E, 3]: as in ExpertMatrices."""
     holders, number, index = turns[chosen.clamp(max=len(turns) - 1)].long().unbind(-1)
     is_own = (chosen < len(turns)) & (slots.unsqueeze(1) % holders == number)
     return torch.where(is_own, index, num_own)
 
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float, first: int | None = None) -> Tensor:
-    """Returns the rows of table [V, W] with the indices ids [T], times scale (computed in float32), as [T, W]. first: `table` has
-    only some rows of the whole table, from this index on, and other rows are zeros; None: it has all rows."""
+    """Returns the rows of a table with the indices ids [T], times scale (computed in float32), as [T, W]. table [V, W]: the table;
+    if `first` is given, only a part of it, whose first row has the index `first`; indices outside of this part give rows of
+    zeros."""
     if first is None:
         return _scaled_rows(functional.embedding(ids, table), scale)
     at = ids - first
@@ -956,7 +965,7 @@ def _scaled_rows(rows: Tensor, scale: float) -> Tensor:
 
 
 def gather_packed_rows(packed: PackedMatrix, ids: Tensor, scale: float) -> Tensor:
-    """Returns the rows of a packed table with the indices ids [T], as [T, K] bfloat16, multiplied with scale in float32."""
+    """Returns the rows of a packed table with the indices ids [T], times scale (computed in float32), as [T, K] bfloat16."""
     rows = torch.empty(len(ids), packed.num_inputs, dtype=packed.dtype)
     for number, row in enumerate(ids.tolist()):
         packed_rows(packed, slice(row, row + 1), rows[number : number + 1])
@@ -964,14 +973,14 @@ def gather_packed_rows(packed: PackedMatrix, ids: Tensor, scale: float) -> Tenso
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the id of the largest logit of each row of logits [N, V] (of equal ones the first), and whether the row holds NaN or
-    an infinity."""
+    """Returns, for each row of logits [N, V], the id of the largest logit (of equal ones the first), and whether the row holds NaN
+    or an infinity."""
     return logits.argmax(-1), ~torch.isfinite(logits).all(-1)
 
 
 def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
-    """Returns 32 well mixed bits of (index, key0, key1) as int64, elementwise. `sample` takes its random noise from them, so that
-    it needs no random generator with a state."""
+    """Returns a hash of (index, key0, key1), elementwise: 32 well mixed bits as int64. `sample` uses it as random noise, and so
+    needs no random generator with a state."""
     low = 0xFFFFFFFF
     h = ((index * 0x9E3779B1) & low) ^ key0
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low
@@ -985,11 +994,12 @@ def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
 def sample(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, key0: Tensor, key1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Samples a token for each row of logits [N, V]; the other arguments are [N], keys int64 below 2**32. Returns (ids, bad), where
-    bad tells whether the row holds NaN or an infinity. Rows of temperature 0 take their most likely token.
+    """Samples a token for each row of logits [N, V]. Returns (ids, bad), where bad is True for rows that hold NaN or an infinity.
+    temperature to key1: [N], key0 and key1 int64 below 2**32. Rows of temperature 0 get their most likely token.
 
-    Samples from softmax(logits / temperature) of the top_k largest tokens whose probability is at least min_p times the largest,
-    and of these from the smallest set that holds top_p of their mass. 0, 0 and 1 turn top_k, min_p and top_p off; ties stay in.
+    The distribution is softmax(logits / temperature), restricted to the top_k most likely tokens whose probability is at least
+    min_p times the largest, and then to the smallest set of these that holds top_p of their mass. Tokens as likely as the last one
+    that is kept are kept, too. A top_k of 0, a min_p of 0 and a top_p of 1 do not restrict it.
 
     The choice is an exponential race: token i's time is an exponential random number keyed by (key0, key1, i), divided by the
     token's weight. The token with the earliest time wins."""
@@ -1012,16 +1022,16 @@ def sample(
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for logits [N, V], the log-softmax of the tokens `chosen` [N]; then the ids [N, num_top] of the most likely tokens,
-    most likely first, and their log-softmax [N, num_top]. Of equal logits the lower id comes first."""
+    """Returns three tensors for the rows of logits [N, V]: the log-softmax [N] of the tokens `chosen` [N]; the ids [N, num_top] of
+    the most likely tokens, the most likely first; and their log-softmax [N, num_top]. Of equal logits the lower id comes first."""
     logprobs = torch.log_softmax(logits.double(), dim=-1).float()
     ordered = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_top]
     return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), ordered, logprobs.gather(1, ordered)
 
 
 def ranks(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the rank of the token `chosen` [N] in each row of logits [N, V], [N] int32: how many logits are at least as large as
-    the token's own."""
+    """Returns, for each row of logits [N, V], the rank of the token in chosen [N], as [N] int32: how many logits of the row are at
+    least as large as the token's own, which is counted, too."""
     # comparisons are stored as float32: 512 rows of 152,000 tokens then take 0.08 s, as booleans 0.2 to 2 s
     at_least = torch.empty(logits.shape, dtype=torch.float32)
     torch.ge(logits, logits.gather(1, chosen.unsqueeze(1)), out=at_least)
@@ -1032,9 +1042,9 @@ def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, freq
     """Applies penalties to the logits row [V] float32 in place. tokens: the num_prompt tokens of the prompt, then those of the
     output.
 
-    The logits of all these tokens are divided by `repetition` where they are positive and multiplied by it where not. Then
-    `frequency` times the token's count in the output is subtracted, and `presence` if the output has the token. Logits that are not
-    finite stay."""
+    The logits of all these tokens are divided by `repetition` if positive, else multiplied by it. For tokens of the output,
+    `frequency` times the token's count in the output, and `presence`, are then subtracted. Logits that are not finite stay
+    unchanged."""
     seen = tokens.unique().long()
     counts = torch.bincount(tokens[num_prompt:].long(), minlength=len(row))[seen]
     old = row[seen].double()

@@ -1,11 +1,10 @@
-"""Computes the inputs of a recorded step in numpy: the reference implementations of engine/cpu/kernels/inputs.py, which also run
-where Numba is missing.
+"""Computes the inputs of a recorded step in numpy. These are the reference implementations of the kernels in
+engine/cpu/kernels/inputs.py, and run in their place without Numba.
 
-The arrays of R rows and of T tokens are as long as the largest step needs. counts[ROWS] and counts[TOKENS] are this step's rows and
-tokens; the entries after these are padding. A step's tokens lie end to end, row after row.
+The arrays of R rows and of T tokens are as long as the largest step needs. counts[ROWS] and counts[TOKENS] are the numbers of rows
+and tokens of this step; entries after these are padding. A step's tokens lie end to end, row after row.
 
-Shapes: S slots, L tokens of a sequence, B blocks of the longest context, P pairs of a head's dimensions that are rotated.
-"""
+Shapes: S slots, L tokens of a sequence, B blocks of the longest context, P pairs of a head's dimensions that are rotated."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ def step_tokens(
     paged_rows: Any,  # [T] int32: the token's row, 0 for padding
     paged_contexts: Any,  # [T] int32: positions the token attends to by itself; -1 in a long row, 0 for padding
 ) -> None:
-    """Computes the inputs of a step that belong to its tokens (ids, positions, and what each token attends to) from its rows and
-    the sequences' tokens [S, L]. Fills the arrays from input_ids on, and counts[ATTENDED], the number of positions that all tokens
-    together attend to."""
+    """Computes a step's inputs for each token (id, position, and the positions to which the token attends) from the step's rows and
+    the sequences' tokens [S, L]. Fills the arrays from input_ids to paged_contexts. Also sets counts[ATTENDED], an upper bound on
+    the number of positions that all tokens together attend to."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     first, new, own = computed[:num_rows], num_new[:num_rows], slots[:num_rows]
     starts[:num_rows] = np.cumsum(new) - new
@@ -67,9 +66,9 @@ def step_blocks(
 ) -> None:
     """Computes where the tokens of one KV group (the layers that share block tables) are stored.
 
-    block_tables: [S, B] int32, the sequences' block tables, given. block_table: [R, B], filled for each row up to its last token's
-    block. places: [T] int64, filled with block * block_tokens + place in the block of each token, -1 for padding. The parameters
-    before block_tables are the arrays that step_tokens has filled."""
+    block_tables: [S, B] int32, the block tables of all sequences, which are read. block_table: [R, B], filled with each row's block
+    table up to the block of its last token. places: [T] int64, filled with block * block_tokens + place in the block of each token;
+    -1 for padding. counts, slots, contexts, positions, paged_rows: as for step_tokens, which has filled them."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     most = -(-int(contexts[:num_rows].max()) // block_tokens)
     block_table[:num_rows, :most] = block_tables[slots[:num_rows], :most]
@@ -102,9 +101,9 @@ def sampling_settings(
     key1: Any,
     last_tokens: Any,  # int64: index of the row's last token in the step; 0 for padding
 ) -> None:
-    """Copies the sampling settings of the rows that sample from the columns of the sequence table. Fills the arrays from
-    row_temperature on, with one entry for each such row: its settings, the keys of its random noise, and the index in the step of
-    its last token. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]."""
+    """Collects the sampling settings of the rows that sample. Fills the arrays from row_temperature to last_tokens with one entry
+    for each of these rows, in order: its settings, copied from the columns of the sequence table, the keys of its random noise, and
+    the index of its last token in the step. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]."""
     num_rows = counts[ROWS]
     own = np.flatnonzero(samples[:num_rows])
     num, rows = len(own), slots[own]
@@ -120,14 +119,15 @@ def sampling_settings(
 
 
 def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Returns two 32-bit keys for each (seed, position), from which the random noise is made with which the token at that position
-    is sampled: splitmix64 of the seed, then splitmix64 of that xor the position."""
+    """Returns two 32-bit keys for each (seed, position). The random noise with which the token at that position is sampled is made
+    from them. They are the halves of splitmix64(splitmix64(seed) xor position), the lower half first."""
     mixed = _splitmix64(_splitmix64(seed) ^ position.astype(np.uint64))
     return mixed.astype(np.uint32), (mixed >> _HALF).astype(np.uint32)  # the first keeps the lower half
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns x mixed as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), modulo 2**64."""
+    """Returns the splitmix64 hash of x, modulo 2**64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    2014)."""
     x = x + _STEP
     x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
     x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
@@ -135,7 +135,7 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def rotary_turns(positions: Any, inv_freq: Any, scale: float, turns: Any) -> None:
-    """Fills turns [T, 2 P] float32 with the cosines, then the sines, of position * inv_freq, times scale. The angle is rounded to
-    float32 first. positions: [T] int32. inv_freq: [P] float32."""
+    """Fills turns [T, 2 P] float32 with the cosines, then the sines, of position * inv_freq, all times scale. The angle is rounded
+    to float32 first. positions: [T] int32. inv_freq: [P] float32."""
     angles = torch.from_numpy(positions).float().unsqueeze(1) * torch.from_numpy(inv_freq)
     torch.from_numpy(turns).copy_(torch.cat((angles.cos(), angles.sin()), dim=1) * scale)

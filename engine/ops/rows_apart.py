@@ -1,12 +1,13 @@
-"""Keeps rows apart from each other in torch's matrix multiplications of half precision on CPUs, where one row may spoil another.
+"""Separates the rows of a matrix for torch's matrix multiplications of half precision on CPUs, in which a NaN of one row may
+otherwise reach another row.
 
-On processors with AMX, torch (2.13, by oneDNN) reads the rows of such a multiplication in pieces of 32 inputs. Where the number of
-inputs is no multiple of 32, the last piece takes in the beginning of the next row, times weights of zero. A NaN or an infinity
-there makes a NaN of the row before it, which belongs to another request. Behind the last row lies memory with any content.
+On processors with AMX, torch (2.13, by oneDNN) reads the rows of such a multiplication in pieces of 32 inputs. If the number of
+inputs is not a multiple of 32, a row's last piece contains the beginning of the next row, which is multiplied by weights of zero.
+If there is a NaN or an infinity in it, the result of the first row becomes NaN, although the two rows may belong to different
+requests. After the last row, memory with any content is read.
 
-All code that has torch compute such multiplications on a CPU calls these functions: the cpu device and the reference
-implementation. The functions do not check on which device x is.
-"""
+All code that computes such multiplications by torch on a CPU calls these functions: the cpu device and the reference
+implementation. The functions do not check on which device x is."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def touch_each_other(x: Tensor) -> bool:
 
 
 def rows_apart(x: Tensor) -> Tensor:
-    """Returns the rows x [T, K] such that a multiplication by weights [N, K] reads no other row: x itself, or a view of a copy with
-    zeros behind each row."""
+    """Returns x [T, K] in memory in which a multiplication by weights [N, K] reads no other row with a row: x itself if it is safe,
+    else a view of a copy with zeros after each row."""
     if not touch_each_other(x):
         return x
     num_inputs = x.shape[1]
