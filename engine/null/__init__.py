@@ -1,1 +1,1 @@
-"""A device whose models have no weights, for tests of everything around a model."""
+"""A kind of device whose models have no weights and compute nothing, for tests of all code around a model."""

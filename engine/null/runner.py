@@ -1,19 +1,22 @@
-"""Makes null models, which produce tokens without computing anything, to measure and test everything around a model.
+"""Makes null models, which produce tokens without computing anything, to measure and test all code around a model.
 
-A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
-(seed, position) by `null_tokens`, so a test can predict them. Steps are paced: over many of them each takes exactly `null_step_ms`.
+A null model reads its shape and its sliding windows from the checkpoint's config.json, and holds no weights. The ids that it
+samples follow from (seed, position) by `null_tokens`, so that a test can predict them. Steps are paced: on average each takes
+exactly `null_step_ms`.
 
 For tests of failures, config.json may hold an object `"hearthd_null"` with these keys:
 load_s: seconds that a load takes.
-load_error, load_error_permanent: the load fails with this text, and whether that counts as permanent.
-nan_token, crash_token, no_memory_token: a step with a sequence that contains this id gives NaN for it, raises an error, or finds no
-memory (the last only with launches_ahead).
-launches_ahead: whether steps are launched as on a GPU.
-token_ms: the time that each token of a step adds to the step.
-crash_rank: in a model that is split, whose ranks wait for each other in every step, the rank that obeys crash_token; all ranks if
-it is left out.
-crash_late_s: a rank that does not lead reports the crash late, as GPUs report errors: its step returns at once, the other ranks go
-on waiting for it, and it raises the error when it is asked, that many seconds later, whether the step has ended."""
+load_error, load_error_permanent: the text with which a load fails, and whether the failure counts as permanent (true if left out).
+nan_token: a token id; a step reports NaN logits for each sequence that contains it.
+crash_token: a token id; a step with a sequence that contains it raises an error.
+no_memory_token: a token id; a step with a sequence that contains it finds no memory (only with launches_ahead).
+launches_ahead: whether steps are launched ahead, as on a GPU.
+token_ms: milliseconds that each token of a step adds to the step.
+crash_rank: in a split model, whose ranks wait for each other in every step, the only rank to which crash_token applies; if left
+out, it applies to all ranks.
+crash_late_s: makes a rank that does not lead report the error of crash_token late, as GPUs do. Its step returns at once, and the
+other ranks go on waiting for it. From that many seconds later on, the rank raises the error when it is asked whether the step has
+ended."""
 
 from __future__ import annotations
 
@@ -51,12 +54,12 @@ MEET_EVERY_S = 5e-5
 
 
 class NullLoadError(CheckpointError):
-    """Raised if a null model's config.json cannot be read, or asks for an error by `load_error`."""
+    """Raised if a null model's config.json cannot be read, or contains `load_error`."""
 
 
 def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
-    """Returns the ids that a null model may sample: at most 512, without end ids and without the single bytes that a usual
-    vocabulary begins with. Raises ValueError if no id is left."""
+    """Returns the ids that a null model may sample: at most 512. They contain no end ids, and not the first ids, which in most
+    vocabularies stand for single bytes. Raises ValueError if no id is left."""
     first = 256 if vocab_size >= 512 else vocab_size // 4
     ids = np.setdiff1d(np.arange(first, min(vocab_size, first + 512), dtype=np.int32), np.array(eos_token_ids, np.int32))
     if not len(ids):
@@ -65,9 +68,9 @@ def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
 
 
 def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
-    """Returns the ids [N] int32 that a null model samples: each is chosen from `candidates` by SplitMix64 (a hash) of the
-    sequence's seed and the token's position. seeds, positions [N]: the seed of each sequence, and the index of each token in prompt
-    + output."""
+    """Returns the ids [N] int32 that a null model samples. Each is chosen from `candidates` by a hash (SplitMix64) of the
+    sequence's seed and the token's position. seeds [N]: the seed of each sequence. positions [N]: the index of each token among the
+    tokens of prompt and output."""
     # numpy's integer arrays wrap around without a warning
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -77,15 +80,16 @@ def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: 
 
 
 class Pacer:
-    """Makes consecutive steps of null models `step_s` seconds apart on average, by sleeping. A pause between steps does not make
-    later steps shorter."""
+    """Paces the steps of null models: makes consecutive steps take `step_s` seconds each on average, by sleeping. Time that passes
+    between steps does not make later steps shorter."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
         self._due = 0.0
 
     def wait(self, more_s: float = 0.0) -> None:
-        """Sleeps until the step is due to end. more_s: seconds that this step takes in addition to step_s."""
+        """Sleeps until the running step has taken as long as it should. more_s: seconds that this step takes in addition to
+        step_s."""
         step_s = self.step_s + more_s
         if step_s <= 0:
             return
@@ -97,8 +101,8 @@ class Pacer:
 
 
 class NullModel:
-    """A HostedModel without weights, whose steps compute nothing and take as long as the pacer says. config: the checkpoint's
-    config.json."""
+    """Implements HostedModel (engine.contracts.steps) without weights. Its steps compute nothing, and take as long as the pacer
+    says. config: the content of the checkpoint's config.json."""
 
     def __init__(self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer) -> None:
         layers = int(config.get("num_hidden_layers", 2))
@@ -123,8 +127,8 @@ class NullModel:
         self._pacer = pacer
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step, sleeps until the pacer's time for the step has passed, and returns the step's result. Raises RuntimeError
-        if the sequence of a row contains `crash_token`."""
+        """Runs one step, sleeps until it has taken as long as the pacer says, and returns its result. Raises RuntimeError if the
+        sequence of a row contains `crash_token`."""
         started = time.monotonic()
         result = self._step(plan, table, masks)
         self._pacer.wait(self._tokens_s(plan))
@@ -153,8 +157,8 @@ class NullModel:
 
     @staticmethod
     def _tell_logprobs(result: StepResult, plan: BatchPlan, slots: IntArray, table: SequenceTable) -> None:
-        """Adds to the result the log-probabilities that requests want, of sampled and of prompt tokens. Every token counts as
-        certain (log-probability 0), and has itself as its only alternative."""
+        """Adds to `result` the log-probabilities that requests want, of sampled tokens and of prompt tokens. Each token has
+        log-probability 0 (it is certain), and is itself the only most likely token that is reported."""
         asking = np.flatnonzero((table.num_logprobs[slots] >= 0) & ~result.bad)
         if len(asking):
             counts = np.minimum(table.num_logprobs[slots[asking]], 1)
@@ -186,8 +190,8 @@ class NullModel:
 
 
 class NullShare(NullModel):
-    """One rank's share of a null model that is split. A step begins when the previous pipeline stage has ended it, and lasts until
-    all ranks of this stage have run it."""
+    """One rank's share of a split null model. It begins a step when the previous pipeline stage has ended the step, and ends it
+    when all ranks of its own stage have run it."""
 
     def __init__(
         self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer, exchange: Exchange | None
@@ -221,8 +225,9 @@ class NullShare(NullModel):
         self._meet()
 
     def has_ended(self) -> bool:
-        """Returns True, because a step has ended when `follow` returns. In a test with crash_late_s, returns False until the error
-        is due, and then raises the error."""
+        """Returns whether the step that `follow` was called for has ended. It always has, because `follow` returns only after the
+        step, except in tests with crash_late_s: the result is then False until the error is due; from then on this raises the
+        error."""
         if self._late is None:
             return True
         due_s, error = self._late
@@ -255,8 +260,8 @@ class NullShare(NullModel):
 
 
 class AheadNullModel(NullModel):
-    """A null model that launches steps ahead (before the last step's tokens are known) as a GPU does, to test the engine's handling
-    of such models."""
+    """A null model that launches steps ahead (before the tokens of the last step are known) as models on a GPU do, to test how the
+    engine handles such models."""
 
     num_uncaptured = 3
 
@@ -270,8 +275,8 @@ class AheadNullModel(NullModel):
 
 
 class PacedStep:
-    """A launched step of a null model. `wait` returns the step's result once the pacer's time for the step has passed. tokens_s:
-    seconds that the step's tokens add."""
+    """A launched step of a null model. `wait` returns the step's result once the step has taken as long as the pacer says.
+    tokens_s: seconds that the step's tokens add."""
 
     def __init__(self, result: StepResult, pacer: Pacer, tokens_s: float) -> None:
         self._result, self._pacer, self._tokens_s = result, pacer, tokens_s
@@ -283,8 +288,8 @@ class PacedStep:
 
 
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
-    """Returns the uint8 [16] that a null model writes to the beginning of its slot number `index` in the host tier. If a load finds
-    other bytes there, the slot was given to another model, too, or to another share of the model."""
+    """Returns the uint8 [16] that a null model writes to the beginning of slot number `index` among its slots of the host tier. If
+    a load finds other bytes there, the slot was also given to another model, or to another share of the model."""
     text = f"{index} {spec.fingerprint} {spec.dtype} {spec.share}".encode()
     return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
 
@@ -294,7 +299,7 @@ def _checksum(spec: LoadModel) -> int:
 
 
 class NullRunner:
-    """The Runner (engine.contracts.loads) that makes null models on one device."""
+    """Implements Runner (engine.contracts.loads): loads null models on one device."""
 
     compute_threads = 1
 
@@ -303,7 +308,7 @@ class NullRunner:
         self._pacer = Pacer(configure.null_step_ms / 1e3)
 
     def lock_masks(self, bits: npt.NDArray[np.uint32]) -> None:
-        """Returns None, because there is no device that copies."""
+        """Returns None: no memory is locked, because null models have no device that copies the masks."""
 
     def unlock_masks(self, locked: LockedMasks) -> None:
         """Does nothing, because nothing was locked."""
@@ -345,15 +350,15 @@ class NullRunner:
         return self._made(spec, config, kind)
 
     def _made(self, spec: LoadModel, config: dict[str, Any], kind: type[NullModel]) -> NullModel | GroupShare:
-        """Returns a new model, or a share of it if the model is split. kind: the class of a model that is not split."""
+        """Returns a new model, or a share of one if the model is split. kind: the class of the model if it is not split."""
         if spec.group is None:
             return kind(spec, config, self._configure, self._pacer)
         share = NullShare(spec, config, self._configure, self._pacer, self._exchange)
         return GroupShare(share, share.region)
 
     def _taken(self, task: LoadTask) -> bool:
-        """Returns whether the copy in spec.source_slots of the host tier is one of this model; the load uses it then. If there is a
-        copy that is not used, task.source_rejected gives the reason."""
+        """Returns whether the load uses the copy in the host tier (spec.source_slots): there is one, and it is a copy of this
+        model. If there is a copy that is not used, sets task.source_rejected to the reason."""
         spec = task.spec
         if not spec.source_slots:
             return False
