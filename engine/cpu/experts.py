@@ -225,8 +225,8 @@ def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fir
 
 
 def _many(firsts: Any, most_rows: int) -> Iterator[tuple[int, slice]]:
-    """Yields the index of each expert that has more than most_rows rows, with the slice of its rows. firsts [E + 1]: the first row
-    of each expert, and the end."""
+    """Yields (index of an expert, slice of its rows) for each expert that has more than most_rows rows. firsts [E + 1]: the first
+    row of each expert, and the end of the last one's rows."""
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first > most_rows:
             yield expert, slice(first, end)

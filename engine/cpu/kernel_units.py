@@ -1,8 +1,8 @@
 """Lists the kernels of each set of kernels (loader/configs/kernel_sets.py). Loads compiled kernels from the cache folder, and
 compiles those that are missing.
 
-Kernels are handled in units. A unit is a kernel for one thread together with its variant for several threads; compiled together,
-their common code is compiled only once."""
+Kernels are handled in units. A unit is a kernel for one thread together with its variant for several threads, so that code that
+both contain is compiled only once."""
 
 from __future__ import annotations
 

@@ -75,12 +75,14 @@ def attend_long(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Computes latent attention of the new tokens of each row with more than longer_than new tokens, in the form that takes fewer
-    operations. Writes the results to out [T, H V].
+    """Computes latent attention of the new tokens of each row that has more than longer_than new tokens, in whichever form takes
+    fewer operations. Writes the results to out [T, H V].
     queries [T, H (K + R)], heads: the queries, and the layer's matrices and sizes.
     kv, layer, scales: the group's KV memory, the layer's index in it, and the scales of fp8 KV (None: the KV is not fp8).
-    block_table: the block numbers of each row.
-    starts, num_new, contexts: each row's first token in the step, its number of tokens in the step, and its number of positions."""
+    block_table [R, B]: the block numbers of each row.
+    starts, num_new, contexts [R]: each row's first token in the step, its number of tokens in the step, and its number of positions
+    after the step.
+    scale: factor of the scores."""
     for row in np.flatnonzero(num_new > longer_than):
         first, num = int(starts[row]), int(num_new[row])
         own, blocks = slice(first, first + num), torch.from_numpy(block_table[row])
@@ -136,8 +138,8 @@ def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
-    """Yields slices of the heads in order, each with these heads' matrices [heads, K + V, L] in float32. A slice has at most
-    WIDENED_BYTES of matrices, or a single head."""
+    """Yields slices of the heads, in order, each with its heads' matrices [heads, K + V, L] in float32. The matrices of a slice
+    take at most WIDENED_BYTES, unless a single head needs more."""
     height = heads.plain_dim + heads.value_dim
     at_once = max(1, WIDENED_BYTES // (height * heads.rank * 4))
     for first in range(0, heads.num_heads, at_once):

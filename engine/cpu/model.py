@@ -136,8 +136,8 @@ class CpuModel:
         return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, title)
 
     def _use_adapters(self) -> None:
-        """Makes steps compute LoRA adapters from now on, because the model's first adapter has been set. Drops the recorded steps,
-        which do not compute adapters."""
+        """Makes steps compute LoRA adapters from now on. Called when an adapter is set; does nothing after the first one. Drops the
+        recorded steps, because they do not compute adapters."""
         if self._adapters is not None:
             return
         tables, dtype = self.adapter_memory, getattr(torch, self._dtype)

@@ -186,8 +186,9 @@ def _pack(inputs: Any, tile: int, step: int, words: Any) -> None:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _split_and_pack(x: Any, units: Any, tile: int, step: int, words: Any) -> None:
-    """Splits elements 64 step to 64 step + 63 of the 16 rows of x [R, K] in tile number `tile` into two int8 digits (see int8.py,
-    units: of each row), and interleaves these in words: high digits to column 2 tile, low ones to the next."""
+    """Splits 64 elements, from number 64 step on, of each of the 16 rows of x [R, K] in tile number `tile` into two int8 digits,
+    and interleaves the digits in words: the high digits in column 2 tile, the low ones in the next column. units [R]: the rows'
+    units (see int8.py)."""
     num_rows, width = x.shape
     digits = np.empty((2, TILE, STEP_BYTES), np.int8)
     count = min(TILE, num_rows - TILE * tile)

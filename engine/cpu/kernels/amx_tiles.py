@@ -335,13 +335,13 @@ def interleave(typing_context: Any, words: Any, at: Any, stride: Any, num_rows: 
 
 
 def write_tile(of_digits: bool) -> Any:
-    """Returns a function (weight, sums, at, units, unit_at, factors, factors_at, num_rows, out, out_at, width) for kernels that
+    """Returns a function (weight, sums, at, units, unit_at, factors, factors_at, num_rows, out, out_at, width) for kernels. It
     writes the sums [16 outputs, 16 columns] from index `at` on to 16 outputs of num_rows (1 to 16) rows of out (bfloat16), which
     are `width` elements apart, from index out_at on. weight is read for its element type alone.
 
-    of_digits: the sums are int32, those of the high digits, and the next 16 times 16 those of the low digits; 256 * high + low is
-    multiplied by units[unit_at + row]. Else they are float32. With int8 weights the result is then multiplied by factors[factors_at
-    + output]. Finally factors[factors_at + 32 + output] is added."""
+    of_digits: whether the sums are int32 and belong to digits: the sums of the high digits, followed by 16 times 16 sums of the low
+    digits. A result is then (256 * high + low) * units[unit_at + row]. False: the sums are float32. With int8 weights the result is
+    multiplied by factors[factors_at + output]. Finally factors[factors_at + 32 + output] is added."""
 
     @intrinsic
     def write(

@@ -114,8 +114,9 @@ def add_block(
 def soften_row(
     scores: Any, g: int, begin: int, end: int, softcap: float, weights: Any, head: int, tops: Any, totals: Any, sums: Any
 ) -> None:
-    """Turns scores[g] from begin to below end into the weights e**(score - top), writes these to the same places of weights[g], as
-    elements, and adds them to totals[head]. softcap: scores become softcap * tanh(score / softcap) first; 0: they stay.
+    """Turns scores[g] from begin to below end into the weights e**(score - top), writes these to the same places of weights[g],
+    rounded to its element type, and adds them to totals[head]. softcap: scores first become softcap * tanh(score / softcap); 0:
+    they are unchanged.
 
     top is the head's largest score so far, tops[head]. If it grows, totals[head] and sums[head] are rescaled."""
     own = scores[g]

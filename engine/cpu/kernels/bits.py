@@ -180,7 +180,8 @@ def bits_of_element(typing_context: Any, element: Any) -> Any:
 
 @intrinsic
 def value_of_bits(typing_context: Any, bits: Any) -> Any:
-    """Returns as float32 the element whose bits (int32 of float32, int16 of bfloat16) bits_of_element returned."""
+    """Returns an element as float32. bits: the bits of the element (int32 of float32, int16 of bfloat16), as bits_of_element
+    returns them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = args[0] if bits == types.int32 else builder.shl(builder.zext(args[0], _I32), _I32(16))

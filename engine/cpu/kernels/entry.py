@@ -196,8 +196,8 @@ class Forms:
     is_shared: Callable[[Sequence[Any]], bool]
 
     def due(self, args: Sequence[Any]) -> Any:
-        """Returns the form of the kernel that a call with these arguments runs. For equal arguments the form is always the same,
-        also when a recorded call is repeated."""
+        """Returns the form of the kernel that a call with these arguments runs. It is the same form each time a recorded call is
+        repeated."""
         return self.parallel if self.is_shared(args) else self.serial
 
     def __call__(self, *args: Any) -> None:
@@ -294,7 +294,7 @@ def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) 
 
 def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
     """Returns the kernel (Forms) that multiplies num_rows rows of dtype ("bfloat16" or "float32") with int8 weights [num_outputs,
-    num_inputs], or None if no kernel serves so many rows or so few outputs."""
+    num_inputs]. Returns None if no kernel takes this number of rows or so few outputs."""
     if not num_rows or num_outputs < linear.MIN_OUTPUTS:
         return None
     if dtype == "bfloat16":

@@ -8,8 +8,9 @@ A group of 32 weights is 16 bytes: weights of even index are in the low halves o
 NVFP4 has a scale for each 16 weights, so a group has two scales; the first belongs to the first 8 bytes.
 
 Half a byte is turned into its number by a table of 16 float32 or 32 bfloat16 with AVX-512 (for INT4 one table for each zero point).
-On other processors INT4 takes a subtraction; MXFP4 and NVFP4 take a table of 16 bytes with AVX2 and NEON, else comparisons. For
-MXFP4 and NVFP4 the tables hold twice the numbers, because these are whole, and the factors made of their scales are halved.
+On other processors INT4 takes a subtraction; MXFP4 and NVFP4 take a table of 16 bytes with AVX2 and NEON, else comparisons. The
+tables of MXFP4 and NVFP4 hold twice each number, which is a whole number; to make up for it, the factors made of their scales are
+halved.
 
 The dot product of a group is multiplied with the factor of its scale, in NVFP4 each half with its own factor. MXFP4's scales are
 powers of two: on processors that multiply bfloat16 they are added to the exponents in the group's table instead, once for all rows.

@@ -140,8 +140,8 @@ def sampling_settings(
 
 @njit(**_OPTIONS)
 def rotary_turns(positions: Any, inv_freq: Any, scale: float, turns: Any) -> None:
-    """Fills turns [T, 2 P] float32 with the cosines, then the sines, of position * inv_freq, times scale, of positions [T] int32
-    and inv_freq [P] float32. The angle is rounded to float32 first.
+    """Fills turns [T, 2 P] float32 with the cosines, then the sines, of position * inv_freq, all times scale. positions: [T] int32.
+    inv_freq: [P] float32. The angle is rounded to float32 first.
 
     Cosine and sine are computed in float64 within a quarter turn, by Taylor series whose first omitted term is below 1e-11."""
     factor, pairs = float32(scale), inv_freq.shape[0]

@@ -109,8 +109,8 @@ _one_row, _two_rows = digit_tile(2), digit_tile(4)
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def unit_of(row: Any) -> float:
-    """Returns the unit of a row of elements [K]: its largest magnitude divided by LARGEST, float32. It is NaN or infinity if an
-    element is."""
+    """Returns the unit of a row of elements [K], float32: its largest magnitude divided by LARGEST. The unit is NaN or infinity if
+    an element of the row is."""
     largest = int32(0)
     for k in range(row.shape[0]):  # compared as bits, which sort as magnitudes do, NaN above all
         largest = max(largest, magnitude(bits_of_float(widen(row[k]))))

@@ -183,8 +183,8 @@ def limited(typing_context: Any, values: Any, least: Any, most: Any) -> Any:
 
 @intrinsic
 def store(typing_context: Any, array: Any, at: Any, count: Any, values: Any) -> Any:
-    """Stores the first `count` lanes to elements of an array from index `at` on. Elements that are bfloat16 bits (uint16) get
-    float32 lanes rounded as `narrow` does; others must have the lanes' type."""
+    """Stores the first `count` lanes to elements of an array from index `at` on. If the elements are bfloat16 bits (uint16), the
+    lanes are float32 and are rounded as by `narrow`; otherwise elements and lanes must have the same type."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         address, raw, mask = _address(context, builder, sig.args[0], *args[:3])
@@ -380,8 +380,8 @@ _ROUGH_EXP2 = (1.00044314, 0.70344803, 0.23842894)
 
 @intrinsic
 def rough_exp2(typing_context: Any, values: Any) -> Any:
-    """Returns 2**x of float32 lanes up to 127 with a relative error below ROUGH_ERROR, at a third of the cost of an exact one.
-    Below -126 it returns 2**-126."""
+    """Returns 2**x of float32 lanes up to 127, with a relative error below ROUGH_ERROR, at a third of the cost of an exact
+    computation. Below -126 it returns 2**-126."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return exp2(builder, args[0], _ROUGH_EXP2)

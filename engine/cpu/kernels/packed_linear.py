@@ -1,11 +1,10 @@
 """Multiplies rows with a packed matrix (loader/formats/packed_rows.py) on the CPU, and packs and unpacks such a matrix (Numba).
 
-Results have the bits that vectors give with the plain matrix (linear.py, widened_linear.py). Where the processor allows it, weights
-are decoded in the registers of the product's tile. Elsewhere a few outputs' weights at a time are decoded into memory that stays in
-the caches, and multiplied there as plain ones.
+The results have the same bits as those of the vector kernels (linear.py, widened_linear.py) with the plain matrix. If the processor
+allows it, weights are decoded in the registers of the product's tile. Otherwise the weights of a few outputs at a time are decoded
+into memory that stays in the caches, and multiplied there like plain weights.
 
-Shapes: R rows, K inputs, N outputs, P panels of 4 outputs, B blocks of 64 inputs, E escapes.
-"""
+Shapes: R rows, K inputs, N outputs, P panels of 4 outputs, B blocks of 64 inputs, E escapes."""
 
 from __future__ import annotations
 

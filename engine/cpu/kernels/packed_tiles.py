@@ -2,8 +2,8 @@
 into registers of the tile that multiplies them.
 
 Each of the three planes of codes is a mask of the lanes to whose exponents 1, 2 or 4 is added. On processors with AVX512-VBMI2, one
-instruction brings the escapes from their list to their places; on others, escapes are put into the decoded weights one by one. Then
-exponents and bytes are interleaved and rotated by a bit.
+instruction then brings the escapes from their list to their places. Exponents and bytes are interleaved and rotated by a bit, which
+gives the weights. On other processors the escapes are put into the weights last, one by one.
 
 The code is generated as LLVM code because Numba's vectoriser does not keep a tile's sums in registers (see vectors.py)."""
 

@@ -261,8 +261,8 @@ def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit
 
 @njit(**_HELPER)
 def _roughly_within(row: Any, heaviest: Any, largest: Any, factor: Any, top_p: Any, winner: int) -> int:
-    """Returns whether the tokens heavier than `winner` hold less than top_p of the mass (the sum of all weights), from approximate
-    weights: 1 if so, 0 if not, and -1 if it is too close to tell."""
+    """Compares the mass (sum of weights) of the tokens heavier than `winner` with top_p times the mass of all tokens, by
+    approximate weights. Returns 1 if it is less, 0 if it is not, and -1 if the two are too close to decide."""
     limit = widen(row[winner])
     unit, rest = factor * float32(_LOG2_E), 1.0 - float64(top_p)
     vocab = row.shape[0]
