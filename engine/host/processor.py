@@ -145,7 +145,7 @@ def processor_of(found: frozenset[str], environment: Mapping[str, str]) -> Proce
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Returns the features that this host's processor has according to Linux, whatever HEARTHD_CPU_FEATURES removes."""
+    """Returns the features that this host's processor has according to Linux. HEARTHD_CPU_FEATURES has no effect on the result."""
     flags: list[str] = []
     capabilities = (0, 0)
     if platform.machine() == "aarch64":
