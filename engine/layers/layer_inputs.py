@@ -32,8 +32,8 @@ class LayerInputs(Generic[BatchT]):
         self.norm = Norm(ops, family, shape, weights, names.input_norm)
 
     def __call__(self, embedded: Tensor, batch: BatchT) -> Tensor:
-        """Returns the inputs [T L, W]; row t L + l is the input of token t for the layer with index l. embedded [T, hidden]: the
-        embeddings of the batch's tokens."""
+        """Returns the inputs of all L layers for all T tokens, [T L, W]. Row t L + l is the input of token t for the l-th of these
+        layers. embedded [T, hidden]: the embeddings of the batch's tokens."""
         ops, num_tokens = self.ops, len(embedded)
         projected = ops.scaled(ops.linear(embedded, self.projection), self.projection_scale)
         made = self.norm(projected.view(num_tokens * self.num_layers, self.width))
