@@ -318,7 +318,7 @@ class NullRunner:
 
     def load(self, task: LoadTask) -> NullModel | GroupShare:
         """Loads a null model, or a device's share of one, and returns it. Raises NullLoadError if config.json cannot be read or
-        asks for an error, and LoadCancelled if the load is cancelled."""
+        contains `load_error`, and LoadCancelled if the load is cancelled."""
         spec = task.spec
         path = Path(spec.path) / "config.json"
         try:
