@@ -57,7 +57,11 @@ class CpuMemory:
         for at in range(1, len(chunks) + 1):  # adjacent chunks are mapped in one call
             if at == len(chunks) or chunks[at] != chunks[at - 1] + 1:
                 size, place = self.chunk_bytes, address + begin * self.chunk_bytes
-                mappings.map_file(place, (at - begin) * size, self._fd, int(chunks[begin]) * size)
+                try:
+                    mappings.map_file(place, (at - begin) * size, self._fd, int(chunks[begin]) * size)
+                except MemoryError:  # the system may have taken the reservation of this part, too
+                    self.unmap(address, len(chunks) * size)
+                    raise
                 begin = at
 
     def unmap(self, address: int, num_bytes: int) -> None:

@@ -103,7 +103,7 @@ class ChunkMemory(Protocol):
 
     def map(self, address: int, chunks: Sequence[int]) -> None:
         """Maps the chunks one after the other into a range that `reserve` returned, from `address` on. Raises MemoryError if the
-        device refuses."""
+        device refuses; nothing is mapped there then."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:

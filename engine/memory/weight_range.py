@@ -54,12 +54,8 @@ class WeightRange:
         refuses."""
         if len(chunks) != self.num_chunks or self._mapped:
             raise ValueError(f"{len(chunks)} chunks for a range of {self.num_chunks}{', mapped already' if self._mapped else ''}")
+        self._memory.map(self.address, chunks)
         self._mapped, self._chunks = True, chunks
-        try:
-            self._memory.map(self.address, chunks)
-        except MemoryError:
-            self.unmap()
-            raise
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
         """Makes the system provide the memory of the chunks with the bytes from begin_bytes to before end_bytes of a mapped range,
@@ -74,7 +70,8 @@ class WeightRange:
         """Unmaps the chunks; the address range stays. Idempotent."""
         if self._mapped:
             self._mapped = False
-            self._memory.unmap(self.address, self._reserved_bytes)
+            if self.num_chunks:
+                self._memory.unmap(self.address, self.num_chunks * self._memory.chunk_bytes)
 
     def close(self) -> None:
         """Unmaps the chunks and returns the address range to the system."""

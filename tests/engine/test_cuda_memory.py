@@ -133,6 +133,27 @@ def test_what_needs_a_range_waits_until_it_is_unmapped(
     assert not driver.mapped
 
 
+@pytest.mark.parametrize("refused", ["cuMemMap", "cuMemSetAccess"])
+def test_a_range_that_is_refused_can_be_mapped_later(
+    memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    weights, real, calls = WeightRange(memory, 3 * CHUNK), getattr(driver, refused), []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == (2 if refused == "cuMemMap" else 1):
+            return (cuda_stand_in.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, refused, call)
+        with pytest.raises(MemoryError):
+            weights.map([3, 7, 9])
+    weights.unmap()
+    weights.map([3, 7, 9])
+    weights.close()
+
+
 def test_an_error_of_the_thread_that_unmaps_is_told(
     cuda_memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,6 +86,13 @@ class MemorySuite:
         with pytest.raises(IndexError, match="12"):
             memory.map(0, [12])
 
+    def test_a_range_without_bytes_is_never_unmapped(self, memory: ChunkMemory) -> None:
+        empty, held = WeightRange(memory, 0), WeightRange(memory, CHUNK)
+        empty.map([])
+        empty.close()
+        held.map([3])
+        held.close()
+
     def test_copies_in_and_out_are_checked(self, memory: ChunkMemory) -> None:
         held = WeightRange(memory, 2 * CHUNK)
         held.map([5, 1])
@@ -147,7 +154,29 @@ def memory() -> Iterator[CpuMemory]:
 
 
 class TestCpuMemory(MemorySuite):
-    pass
+    def test_a_range_that_is_refused_can_be_mapped_later(self, memory: CpuMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+        held, real, calls = WeightRange(memory, 3 * CHUNK), mappings.map_file, []
+
+        def map_file(address: int, *rest: int) -> None:
+            calls.append(address)
+            if len(calls) == 2:
+                raise MemoryError("can't map")
+            real(address, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mappings, "map_file", map_file)
+            with pytest.raises(MemoryError, match="can't map"):
+                held.map([5, 7, 9])
+        assert calls == [held.address, held.address + CHUNK]
+        ranges = [
+            line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "hearthd-chunks" in line
+        ]
+        assert not any(int(begin, 16) <= held.address < int(end, 16) for begin, end in ranges)
+        held.unmap()
+        held.map([5, 7, 9])
+        held.tensor(0, (8,), torch.uint8).fill_(3)
+        assert (memory.arena[5 * CHUNK : 5 * CHUNK + 8] == 3).all()
+        held.close()
 
 
 def shared_bytes() -> int:
