@@ -1,6 +1,7 @@
-"""Computes where the matrices of a LoRA adapter lie in the device memory that holds the adapter, and why an adapter does not fit a
-base model. In this file a product is a matrix multiplication of the base model. Its matrix may consist of several matrices of the
-checkpoint one below the other (such as q, k and v), which are called the product's parts.
+"""Computes where the matrices of a LoRA adapter lie in device memory, and checks whether an adapter fits its base model.
+
+In this file a product is a matrix multiplication of the base model. A product may read several matrices of the checkpoint that lie
+one below the other, such as those of queries, keys and values; these matrices are the product's parts.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class AdapterPlace:
     """The location in memory of an adapter's matrices for one matrix multiplication (product) of the base model. number: the
     product's matrix number (loader/configs/adapter_matrices.py).
 
-    rank: the LoRA rank r of each of the product's P parts, a multiple of RANK_STEP. inputs: number of inputs of the product.
-    outputs: number of outputs of each part.
+    rank: the rank r that each of the product's P parts has in memory: the largest LoRA rank among them, rounded up to a multiple of
+    RANK_STEP. inputs: number of inputs of the product. outputs: number of outputs of each part.
 
     offset: where the matrices begin, in elements from the adapter's first byte. First comes "down" [P * r, inputs], in which the
-    rows of part p begin at p * r; then, part by part, "up" [r, outputs of the part].
+    rows of part p begin at p * r. After it comes "up" [r, outputs of the part] for each part, the transpose of the checkpoint's
+    matrix.
 
     parts: the adapter's module for each part; None: the adapter does not change the part, and zeros take the module's place."""
 
@@ -101,9 +103,9 @@ def misfit(adapter: Adapter, shape: ModelShape) -> str:
 
 
 def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
-    """Returns the adapter's modules by what they change in the base model: matrix number -> index of the part of this matrix ->
-    module. Modules that change matrices that are not served, such as those of an image encoder, are left out. Raises
-    CheckpointError, which names a tensor, for a module that does not fit the base, and if no module is left."""
+    """Returns the adapter's modules by the matrices that they change: matrix number -> index of the part of the fused matrix ->
+    module. Modules that change matrices that are not used, such as those of an image encoder, are left out. Raises CheckpointError,
+    which names a tensor, for a module that does not fit the base model, and if all modules are left out."""
     known, matrices = _parts(shape), adapted_matrices(shape)
     found: dict[int, dict[int, AdapterModule]] = {}
     for module in adapter.modules:
@@ -133,8 +135,8 @@ def _parts(shape: ModelShape) -> Mapping[str, _Part]:
 
 
 def _plain(module: str) -> str:
-    """Returns the name of a layer's module without what precedes "layers.", since this prefix may differ between adapter and base.
-    Other names are returned unchanged."""
+    """Returns a module's name without the prefix before "layers.", since this prefix may differ between the adapter and the base
+    model. The name of a module outside the layers is returned unchanged."""
     for body in _BODIES:
         if module.startswith(body + _LAYERS):
             return module.removeprefix(body)

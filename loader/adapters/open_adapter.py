@@ -19,8 +19,8 @@ _READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
 
 
 class OpenAdapter:
-    """A checked LoRA adapter whose weight file is open. header: the file's header. info: name, size and time of the file when it
-    was checked. fd: the file's descriptor, which `close` or the end of a `with` closes."""
+    """A checked LoRA adapter whose weight file is open. header: the file's header. info: name, size and modification time of the
+    file when it was checked. fd: the file's descriptor, which `close` or the end of a `with` closes."""
 
     def __init__(self, adapter: Adapter, header: Header, info: FileInfo, fd: int) -> None:
         self.adapter, self.header, self._info, self._fd = adapter, header, info, fd
@@ -41,8 +41,8 @@ class OpenAdapter:
         return data
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointChanged if the file was written to since it was checked, because what was read may then mix two
-        versions."""
+        """Raises CheckpointChanged if the file's size or modification time has changed since the file was checked; the bytes that
+        were read may then come from two versions of the file."""
         check_unchanged(self._fd, self._info, "adapter")
 
     def close(self) -> None:
@@ -56,10 +56,9 @@ class OpenAdapter:
 
 
 def open_adapter(path: str | Path, fingerprint: str) -> OpenAdapter:
-    """Checks a registered adapter's folder again and opens its weight file. fingerprint: the registered fingerprint; "" accepts
-    any.
-
-    Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
+    """Checks a registered adapter's folder again and opens its weight file. fingerprint: the hash of the files with which the
+    adapter was registered; "" accepts any files. Raises CheckpointError for files that are not valid, and CheckpointChanged if the
+    files differ from the registered ones, are incomplete or cannot be opened."""
     checkpoint = scanned_again(path, fingerprint, "adapter")
     if checkpoint.adapter is None:
         raise CheckpointChanged(f"{path}: is no adapter any more")

@@ -22,11 +22,11 @@ WHOLE = "whole"  # every stage of a pipeline has a tensor whole (TensorGroup.by_
 
 class Cut(NamedTuple):
     """A device's share of a stored tensor. Along one axis, which has `whole` elements, the share has the elements of `ranges`
-    [begin, end). The ranges are in ascending order, do not touch, and lie one after the other in the share.
+    [begin, end). The ranges are in ascending order and do not touch; in the share their elements lie one after the other.
 
-    axis: 0 selects rows. For another axis k the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share
-    has some columns. experts: for a tensor that has experts along its first axis and is cut along another one, the cut of the first
-    axis; None: all experts."""
+    axis: index of the axis that is cut. With axis 0 the share has some rows; with another axis k it has some columns of the tensor
+    regarded as a matrix [prod(dims[:k]), prod(dims[k:])]. experts: a second cut, along the first axis, of a tensor that has experts
+    along it; None: the share has all experts."""
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
@@ -60,21 +60,22 @@ class TensorGroup(NamedTuple):
     "": the model's dtype. may_be_reordered: whether the matrix multiplication that reads them may take its inputs in an order that
     the checkpoint gives.
 
-    divided: how the devices of a split model (tensor parallelism) share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device
-    has them whole. unit: number of rows or columns that stay on one device, for example those of a head; if there are fewer units
-    than devices, several devices have the same unit. joined: for each tensor that consists of several matrices one after the other,
-    the number of rows of each, since every matrix is divided by itself; (): each tensor is one matrix. cuts: in a device's share
-    (loader/sizes/slices.py), for each tensor the part that the share has; `tensors` then has the shapes of these parts; (): the
-    tensors are whole.
+    divided: how the devices of a split model (tensor parallelism) share the tensors. ROWS, COLUMNS: each device has some rows or
+    columns. FIRST_ALONE: only the first device has them. "": each device has them whole. unit: number of rows or columns that stay
+    on one device, for example those of a head; if there are fewer units than devices, several devices have the same unit. joined:
+    for each tensor that consists of several matrices one after the other, the numbers of rows of these matrices, each of which is
+    divided separately; (): each tensor is one matrix.
+
+    cuts: for each tensor, which part of it a device's share (loader/sizes/slices.py) has; `tensors` then has the shapes of these
+    parts. (): the tensors are whole.
 
     num_experts: number of experts to which the tensors belong, in the experts' order; 0: they do not belong to routed experts. Each
-    device may have some of the experts, and `divided` says how devices with the same experts share each of them. stacked: each
-    tensor has the experts along its first axis, and `divided` applies to the other axes.
+    device may have some of the experts; `divided` says how devices with the same experts share each of them. stacked: each tensor
+    has the experts along its first axis, and `divided` applies to the other axes.
 
     by_layer: how the stages of a pipeline share tensors of which every layer needs something. ROWS or COLUMNS: each layer has an
-    equal number of rows or columns, in the order of the layers, and a stage has those of its own layers. WHOLE: each stage has the
-    tensors whole. "": only one stage, or the layer, needs them. Tensors that by_layer divides are not divided among the devices of
-    a stage."""
+    equal number of rows or columns, in the order of the layers; a stage has those of its own layers, and each of its devices has
+    all of these. WHOLE: each stage has the tensors whole. "": only one stage needs them."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
@@ -91,21 +92,20 @@ class TensorGroup(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     def in_parts(self, cuts: tuple[Cut, ...]) -> TensorGroup:
-        """Returns the group as a device's share has it, with only a part of each tensor. cuts: for each tensor, which part that
-        is."""
+        """Returns the group with only a part of each tensor, as a device's share has it. cuts: for each tensor, which part."""
         tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(self.tensors, cuts, strict=True))
         return self._replace(tensors=tensors, cuts=cuts)
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
-        """Returns a copy of this group for one layer. The group must describe the tensors of any such layer, with names that lack
-        the layer's prefix. layer: the layer's index. prefix: put before each tensor's name."""
+        """Returns a copy of this group for one layer. This group must have tensor names without the layer's prefix. layer: the
+        layer's index. prefix: put before each tensor's name."""
         return self._replace(tensors=tuple((prefix + name, dims) for name, dims in self.tensors), layer=layer)
 
 
 class Architecture(Protocol):
-    """The description of a family of models. name: the value that the key `architectures` of config.json has for this family.
-    model_type: the value of the key `model_type`, which decides if `architectures` is missing; "": a file without `architectures`
-    means another family."""
+    """The interface of a family's description. name: the value that the key `architectures` of config.json has for this family.
+    model_type: the value of the key `model_type`, by which the family is recognised if `architectures` is missing; "": the family
+    is recognised by `architectures` alone."""
 
     @property
     def name(self) -> str: ...
@@ -138,8 +138,9 @@ def one_tensor(name: str, *dims: int, divided: str = "") -> TensorGroup:
 
 
 def stored_dtype(fields: Fields, default: str = "float32") -> str:
-    """Returns the dtype of the stored weights, from the key `dtype` of config.json, or `torch_dtype`, as it was called before
-    transformers 5. default: the dtype if the file has neither key. Raises UnsupportedModel for another dtype."""
+    """Returns the dtype of the stored weights. It is read from the key `dtype` of config.json or, in files written before
+    transformers 5, from `torch_dtype`. default: the dtype if the file has neither key. Raises UnsupportedModel for any dtype that
+    is not in DTYPES."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     value = fields.values.get(key) or default
     value = str(value).removeprefix("torch.")

@@ -1,5 +1,5 @@
 """Describes BERT and its MiniLM distillations: encoders that turn texts into vectors. They have no KV cache, and nothing is
-sampled. Other values of Encoder describe families with the same layers: RoBERTa and cross-encoders.
+sampled. Other files describe RoBERTa and the cross-encoders by Encoder, too, since their layers are BERT's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SUPPORTED = (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
 class Encoder:
     """The description of a family with BERT's layers: what its config.json may say, and which tensors its checkpoints hold.
 
-    body: prefix of the names of the encoder's tensors in models that have a head. pad_token_id: the id of padding if config.json
-    gives none; a text's first position is this id plus 1; None: the first position is 0.
+    body: prefix of the names of the encoder's tensors in checkpoints that were saved with a head. pad_token_id: the id of padding
+    if config.json gives none; a text's first position is this id plus 1. None: the first position is 0.
 
-    score_head: for a cross-encoder, the names of two matrices with biases that compute a score from the first vector of a pair of
-    texts, with tanh after the first matrix; {} stands for `body`, or for "" in a checkpoint whose names lack that prefix. (): the
-    family computes vectors."""
+    score_head: for a cross-encoder, the names of the two matrices with biases that compute a score from the vector of the first
+    token; tanh is applied between them. In a name, {} stands for the prefix that the checkpoint's tensor names have: `body` or "".
+    (): the family computes vectors instead of scores."""
 
     name: str
     model_type: str
@@ -117,8 +117,8 @@ class Encoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain the tensor `name` although it is not read: a pooler that computes no score, or
-        stored indices of positions."""
+        """Returns whether a checkpoint may contain the tensor `name` although it is not read. Such tensors are a pooler that
+        computes no score, and stored position indices."""
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:

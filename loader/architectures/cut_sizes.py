@@ -1,4 +1,4 @@
-"""Reads from config.json to which sizes a model's vectors may be cut (Matryoshka)."""
+"""Reads from config.json to which sizes a model's vectors may be shortened (Matryoshka embeddings)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ MAX_CUT_SIZES = 4096
 
 
 def cut_sizes(fields: Fields, hidden_size: int) -> tuple[tuple[int, ...], bool]:
-    """Returns the sizes to which a model's vectors may be cut, ascending, as `matryoshka_dimensions` lists them, and whether they
-    may be cut to any size, because only `is_matryoshka` is set. Raises CheckpointError, which names the key, for a list that is not
-    valid."""
+    """Returns (sizes to which a model's vectors may be shortened, whether they may be shortened to any size). The sizes are those
+    of `matryoshka_dimensions`, ascending; any size is allowed if that list is absent or empty and `is_matryoshka` is true. Raises
+    CheckpointError, which names the key, for a list that is not valid."""
     if not fields.has("matryoshka_dimensions"):
         return (), fields.boolean("is_matryoshka")
     sizes = fields.values["matryoshka_dimensions"]

@@ -283,8 +283,8 @@ class Decoder:
         return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
     def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether the tensor `name` makes or norms keys or values in a layer that reads those of an earlier layer instead,
-        so that the tensor is not needed."""
+        """Returns whether the tensor `name` belongs to a matrix or norm of keys or values in a layer that reads the KV of an
+        earlier layer. Such a tensor is not needed, because the layer computes no keys and values."""
         names, parts = self.decoder_of(shape).names, (*self.names.queries_keys_values[1:], self.names.key_norm)
         reading = range(shape.num_writing_layers, shape.num_layers)
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
@@ -311,8 +311,9 @@ class Decoder:
         return before, self._norms(hidden, names.mlp_output_norm)
 
     def _head_norms(self, width: int, name: str, heads: HeadShape) -> list[TensorGroup]:
-        """Returns the tensor group of a norm of queries or keys; [] if the family has none. width: number of the norm's weights. A
-        norm over all heads at once is divided among devices in the same way as the heads."""
+        """Returns the tensor group of a norm of queries or keys, as a list; [] if the family has no such norm. width: number of the
+        norm's weights. name: the norm's name; "": there is none. A norm over all heads at once is divided among devices in the same
+        way as the heads."""
         divided = ROWS if self.whole_width_norms else ""
         return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
@@ -333,8 +334,8 @@ class Decoder:
         return [*self._norms(hidden, names.attention_norm), *own, *self._norms(hidden, names.attended_norm, names.mlp_norm)]
 
     def _input_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups from which additional inputs are computed for all layers together; [] if layers have no
-        additional inputs."""
+        """Returns the groups of the tensors that compute the per-layer inputs of all layers (engine/layers/layer_inputs.py): an
+        embedding table, a projection and a norm. [] if the model has no per-layer inputs."""
         names, inputs = self.names, shape.layer_inputs
         if inputs is None:
             return []
@@ -346,8 +347,9 @@ class Decoder:
         ]
 
     def _groups_at_the_end(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the last tensor groups of a layer: those that apply its additional input, and the factor of the residual; [] in a
-        family without either. The tensors' names lack the layer's prefix."""
+        """Returns the last tensor groups of a layer: those that add its per-layer input (engine/layers/layer_inputs.py), and the
+        factor by which the residual is multiplied after the layer. [] in a family without either. The tensors' names lack the
+        layer's prefix."""
         names, groups = self.names, []
         if (inputs := shape.layer_inputs) is not None:
             groups += _projections((names.input_gate,), (inputs.width,), shape.hidden_size, False)
@@ -384,9 +386,9 @@ class Decoder:
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
 
     def _reading_layers(self, fields: Fields, sliding: list[bool]) -> int:
-        """Returns how many of the last layers read the KV of earlier layers. sliding: for each layer, whether it has a sliding
-        window. Raises CheckpointError if such a layer has no earlier layer with the same kind of attention (sliding-window or
-        full)."""
+        """Returns how many layers at the end of the decoder read the KV of earlier layers instead of computing their own. sliding:
+        for each layer, whether it has a sliding window. Raises CheckpointError if such a layer has no earlier layer with the same
+        kind of attention (sliding-window or full) that computes KV."""
         key, num_layers = "num_kv_shared_layers", len(sliding)
         num = fields.integer(key, 0, at_least=0, at_most=MAX_LAYERS)
         if num and not set(sliding[num_layers - num :]) <= set(sliding[: max(0, num_layers - num)]):
@@ -476,8 +478,8 @@ def _projections(
 
 
 def _temperature(fields: Fields) -> TemperatureShape | None:
-    """Returns how queries are scaled with their position, by config.json; None: they are not scaled. Raises CheckpointError for a
-    wrong value."""
+    """Returns the settings in config.json by which queries are scaled depending on their position; None: they are not scaled.
+    Raises CheckpointError for a wrong value."""
     key = "attn_temperature_tuning"
     asked = fields.values.get(key, True)
     if not isinstance(asked, bool | int):

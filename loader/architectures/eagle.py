@@ -2,8 +2,8 @@
 save them.
 
 A draft head is one layer. It reads hidden states of some of the model's layers, by default three, and the embedding of the next
-token. Its output vocabulary has only the most frequent tokens of the model's vocabulary. In memory its tensors are listed among the
-model's, under names that begin with PREFIX.
+token. Its output vocabulary may have only the most frequent tokens of the model's vocabulary. When a head is loaded with its model,
+its tensors are treated as tensors of the model whose names begin with PREFIX.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MOST_READ = 8  # most layers whose states are read; published heads read three
 class EagleHead:
     """A head that drafts tokens for another model (EAGLE-3), as its own files describe it.
 
-    tensors: as the files' headers list them. read_layers: indices of the model's layers whose inputs the head reads; (): the
-    default ones. target_size: the model's width (hidden size); 0: the same as the head's. verifier: the name of the model that the
-    head was made for; "": it is not given."""
+    tensors: the tensors that the files' headers list. read_layers: indices of the model's layers whose inputs the head reads; ():
+    config.json names none, and `fitted` chooses three. target_size: the model's width (hidden size); 0: it is the head's own.
+    verifier: the name of the model that the head was made for; "": it is not given."""
 
     shape: EagleShape
     tensors: tuple[TensorRef, ...]
@@ -124,8 +124,8 @@ def layer_family(eagle: EagleShape) -> Decoder:
 
 
 def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
-    """Returns the tensor groups of a draft head, none of them quantised, with its final norm last. number: the index that the
-    head's layer has among the model's layers."""
+    """Returns the tensor groups of a draft head, with the head's final norm last. None of them may be quantised. number: the index
+    that the head's layer gets among the model's layers."""
     shape, family = eagle.layer, _FAMILIES[eagle.family]
     hidden, num_read, names = shape.hidden_size, len(eagle.read_layers), family.names
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -183,9 +183,9 @@ def _biases(names: tuple[str, ...], outputs: tuple[int, ...]) -> TensorGroup:
 
 
 def _read_layers(fields: Fields, eagle: Fields) -> tuple[int, ...]:
-    """Returns the indices of the model's layers whose inputs a draft head reads; (): config.json does not say. A list within
-    `eagle_config` names layers whose output is read, so 1 is added to each index; a list beside `eagle_config` names layers whose
-    input is read. Raises CheckpointError for a list that is not valid."""
+    """Returns the indices of the model's layers whose inputs a draft head reads; (): config.json does not say. In config.json a
+    list within `eagle_config` names layers whose output is read, so 1 is added to each index; a list outside `eagle_config` names
+    layers whose input is read. Raises CheckpointError for a list that is not valid."""
     for own, further in ((eagle, 1), (fields, 0)):
         listed = own.values.get(_READS_KEY)
         if listed is None:

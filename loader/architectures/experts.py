@@ -27,13 +27,13 @@ _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "expe
 class ExpertNames:
     """The names of the tensors of a layer's experts, without `.weight`. They follow the layer's prefix.
 
-    expert: prefix of the names gate_up and down of a routed expert; {} stands for its index. shared: the same prefix for the shared
-    expert; "": there is none. shared_gate: the vector from which each token's factor of the shared expert's output is computed; "":
-    the factor is 1.
+    expert: prefix of the names gate_up and down of a routed expert; {} stands for the expert's index. shared: prefix of the same
+    names of the shared expert; "": there is none. shared_gate: the matrix that computes, for each token, the factor of the shared
+    expert's output; "": the factor is 1.
 
-    correction: the complete name of the biases that are added to the router's scores when experts are chosen, in families with the
-    sigmoid rule; "": there are none. stacked_gate_up, stacked_down: the complete names if the checkpoint holds the matrices of all
-    experts as one tensor; "": it does not. Their biases have the same names followed by `_bias`."""
+    correction: the complete name of the biases that are added to the router's scores only to choose experts; "": there are none.
+    stacked_gate_up, stacked_down: complete names, for checkpoints that hold the matrices of all experts in one tensor; "": the
+    family has no such checkpoints. The biases of these tensors have the same names followed by `_bias`."""
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}."
@@ -55,8 +55,8 @@ class ExpertNames:
 
     @property
     def router_and_gate(self) -> tuple[str, ...]:
-        """The names of the matrices that are fused into one matrix multiplication: the router, and the shared expert's gate if
-        there is one."""
+        """The names of the matrices that one matrix multiplication reads together: the router's and, if there is one, that of the
+        shared expert's gate."""
         return (self.router, self.shared_gate) if self.shared_gate else (self.router,)
 
 
@@ -77,8 +77,9 @@ class BesideNames:
 
 @dataclass(slots=True, frozen=True)
 class SigmoidRule:
-    """The settings of a router whose scores pass through a sigmoid: defaults of the keys n_group, topk_group and
-    routed_scaling_factor. by_softmax: scores pass through a softmax instead, and a group's score is that of its best expert."""
+    """The settings of a router whose scores pass through a sigmoid and which first chooses groups of experts: defaults of the keys
+    n_group, topk_group and routed_scaling_factor. by_softmax: whether the scores pass through a softmax instead; the score of a
+    group is then that of its best expert."""
 
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -143,8 +144,8 @@ class Experts:
         return f"{_SHARED_NUM_KEY} * {self.size_key}" if self.num_shared else _SHARED_SIZE_KEY
 
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape | None:
-        """Returns the sizes of the experts, from config.json; None if it asks for no experts. Raises CheckpointError, which names a
-        key with a wrong value, and UnsupportedModel for a variant that is not served."""
+        """Returns the sizes of the experts, from config.json; None if config.json turns experts off. Raises CheckpointError, which
+        names a key with a wrong value, and UnsupportedModel for a variant that is not served."""
         if self.enabled_key and not fields.boolean(self.enabled_key):
             return None
         rule, fixed = self.sigmoid, dict(self.fixed)
@@ -180,8 +181,8 @@ class Experts:
 
     def tensor_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         """Returns the tensor groups of one layer's experts and router, with names that lack the layer's prefix. hidden: the model's
-        width. The gate and up matrices of all experts form one block [experts, 2 * intermediate, hidden], their down matrices
-        another [experts, hidden, intermediate]."""
+        width. One group has the gate and up matrices of all experts, another one their down matrices; if experts are stored one by
+        one, these groups are [experts, 2 * intermediate, hidden] and [experts, hidden, intermediate] in memory."""
         if experts.stack == ALTERNATING:
             return self._stacked_groups(experts, hidden)
         names, num, shared = self.names, experts.num_experts, experts.shared_size
@@ -203,8 +204,8 @@ class Experts:
         return groups
 
     def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:
-        """Returns `experts` with the field `stacked` set as a checkpoint with these tensor names stores them: True if one tensor
-        holds the matrices of all experts of a layer, False if each expert has its own."""
+        """Returns `experts` with the field `stacked` set according to a checkpoint's tensor names: True if one tensor holds the
+        matrices of all experts of a layer, False if each expert has tensors of its own. tensors: the names."""
         stacked = any(name.endswith((self.names.stacked_gate_up, self.names.stacked_down)) for name in tensors)
         return replace(experts, stacked=stacked)
 
@@ -265,9 +266,9 @@ class Experts:
 
 
 def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most: int) -> int:
-    """Returns a whole number that config.json may give under either of two keys, or under both with the same value. default: the
-    number if both keys are absent; None: one of them must be there. Raises CheckpointError if the number is missing or out of
-    range, or if the keys contradict each other."""
+    """Returns a whole number that config.json may give under either of two keys, or under both. default: the number if both keys
+    are absent; None: one of them must be there. Raises CheckpointError if the number is missing or out of range, or if the two keys
+    have different values."""
     given = {key: fields.integer(key, at_most=at_most) for key in keys if fields.has(key)}
     if len(set(given.values())) > 1:
         raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")
@@ -278,7 +279,7 @@ def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Returns the indices of the layers with experts: those that `moe_layers` lists, or else the last of every
+    """Returns the indices of the layers with experts: those that `moe_layers` lists or, if that key is absent, the last of every
     `interleave_moe_layer_step` layers. Raises CheckpointError for a list that is not valid."""
     step, key = fields.integer("interleave_moe_layer_step", 1), "moe_layers"
     listed = fields.values.get(key)

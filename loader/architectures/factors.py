@@ -9,8 +9,8 @@ from loader.shapes.config_fields import Fields
 
 @dataclass(slots=True, frozen=True)
 class Factors:
-    """The keys of config.json under which a family has factors of its computation; "": the family has no such factor. A factor that
-    config.json leaves out is 1.
+    """The keys of config.json that give a family's scaling factors; "": the family has no such factor. A factor is 1 if config.json
+    leaves its key out.
 
     embeddings: factor of the embeddings. branches: factor of the outputs of attention and MLP.
 
@@ -29,6 +29,6 @@ class Factors:
 
 
 def factor(fields: Fields, key: str, default: float = 1.0) -> float:
-    """Returns the factor that config.json has under `key`; `default` if the key is absent or "". Raises CheckpointError if the
-    value is not a positive number."""
+    """Returns the factor that config.json has under `key`; `default` if config.json lacks the key or `key` is "". Raises
+    CheckpointError if the value is not a positive number."""
     return fields.positive(key, default) if key else default

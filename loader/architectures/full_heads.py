@@ -1,5 +1,5 @@
-"""Reads how many heads layers with full attention have, and of what size, in families in which layers with sliding windows have
-other heads.
+"""Reads the number and size of the heads in layers with full attention, for families in which they differ from the heads in layers
+with sliding windows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _BY_LAYER, _NUM, _DIM, _TIED = "per_layer_config", "num_key_value_heads", "head_
 
 @dataclass(slots=True, frozen=True)
 class FullHeads:
-    """The heads of layers with full attention, in a family in which layers with sliding windows have other heads. head_dim:
-    dimensions of a head if config.json has neither `global_head_dim` nor `per_layer_config`."""
+    """The settings of the heads in layers with full attention, for a family in which they differ from the heads in layers with
+    sliding windows. head_dim: dimensions of a head if config.json has neither `global_head_dim` nor `per_layer_config`."""
 
     head_dim: int
 
@@ -25,9 +25,9 @@ class FullHeads:
         windows. sliding: for each layer, whether it has a sliding window. num_heads: number of query heads. Raises UnsupportedModel
         for heads that are not served, and CheckpointError for a wrong value.
 
-        The key `per_layer_config`, which later versions of transformers write, maps the index of each layer whose heads differ to
-        an object that describes them. Files without it have `global_head_dim`, and `num_global_key_value_heads`, which counts only
-        if one projection makes keys and values."""
+        The key `per_layer_config`, which later versions of transformers write, maps the index of each layer with other heads to an
+        object that describes them. Files without that key have `global_head_dim` and, if one projection makes both keys and values,
+        `num_global_key_value_heads`."""
         tied = fields.boolean(_TIED)
         if fields.has(_BY_LAYER):
             num_key = dim_key = _BY_LAYER

@@ -1,7 +1,8 @@
-"""Describes multi-head latent attention (MLA, https://arxiv.org/abs/2405.04434): the keys and values of all heads are computed from
-one vector for each token, the latent, which the KV cache holds instead of them.
+"""Describes multi-head latent attention (MLA, https://arxiv.org/abs/2405.04434). For each token the KV cache holds one vector, the
+latent, from which the keys and values of all heads are computed.
 
-The description of a family of decoders that has it contains a `Latents`. Defaults are those of transformers' configuration classes.
+The description of a family of decoders with such attention contains a `Latents`. Defaults are those of transformers' configuration
+classes.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Latents:
 
     def tensor_groups(self, latent: LatentShape, num_heads: int, hidden: int, has_bias: bool) -> list[TensorGroup]:
         """Returns the tensor groups of attention in one layer, with names that lack the layer's prefix. hidden: the model's width.
-        Devices divide the matrices that belong to heads. Each device has all other matrices whole, so it computes and keeps the
-        latents of all tokens."""
+        Matrices that consist of parts for each head are divided among devices. Each device has all other matrices whole, so it
+        computes and keeps the latents of all tokens."""
         names, rank = self.names, latent.query_rank
         of_query, of_key_value = latent.plain_dim + latent.rope_dim, latent.plain_dim + latent.value_dim
         widths = (rank, latent.token_values) if rank else (latent.token_values,)

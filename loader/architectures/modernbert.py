@@ -23,8 +23,8 @@ _POOLINGS = ("cls", "mean")
 
 
 def _all_but_first_of_every(asked: Asked) -> list[bool]:
-    """Returns which layers of ModernBERT have a sliding window: those that `layer_types` lists, or else all except the first of
-    every `global_attn_every_n_layers`."""
+    """Returns which layers of ModernBERT have a sliding window: those that `layer_types` lists or, if that key is absent, all
+    except the first of every `global_attn_every_n_layers`."""
     every = asked.fields.integer("global_attn_every_n_layers", 3)
     return asked.listed if asked.listed is not None else [layer % every != 0 for layer in range(asked.num_layers)]
 
@@ -34,8 +34,8 @@ _WINDOWS = Windows(_all_but_first_of_every, 128, "local_attention")
 
 @dataclass(slots=True, frozen=True)
 class ModernEncoder:
-    """Describes ModernBERT: what its config.json may say, and which tensors its checkpoints hold. scores: whether the model is a
-    cross-encoder, with a head that scores a pair of texts."""
+    """The description of ModernBERT: what its config.json may say, and which tensors its checkpoints hold. scores: whether the
+    model is a cross-encoder, with a head that scores a pair of texts."""
 
     name: str
     model_type: str
@@ -138,8 +138,8 @@ class ModernEncoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a checkpoint may contain the tensor `name` although it is not read: one of the head that predicts masked
-        words, in a model that is no cross-encoder."""
+        """Returns whether a checkpoint may contain the tensor `name` although it is not read: in a model that is no cross-encoder,
+        a tensor of the head that predicts masked words."""
         return not self.scores and name.startswith(("head.", "decoder."))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:

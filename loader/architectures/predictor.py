@@ -16,8 +16,7 @@ TOKEN_NORM, HIDDEN_NORM, PROJECTION, OUTPUT_NORM = "enorm", "hnorm", "eh_proj", 
 
 def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[TensorGroup]:
     """Returns the tensor groups of a model's predictor, the layer that predicts one token further. layer: the groups of an ordinary
-    layer of the same kind in this model. The group of the norm of the predictor's output comes last, since it is plain in every
-    weight format."""
+    layer of the same kind in this model. The norm of the predictor's output comes last."""
     hidden = shape.hidden_size
     return [
         one_tensor(f"{TOKEN_NORM}.weight", hidden),

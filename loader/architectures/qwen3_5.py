@@ -1,6 +1,6 @@
 """Describes Qwen3.5 (text): three of four layers have the gated delta rule (linear attention), the fourth has gated attention.
-Rotary embedding (RoPE) applies to a quarter of each head's dimensions. It could also encode positions within images, which texts do
-not have.
+Rotary embedding (RoPE) applies to a quarter of each head's dimensions. Its settings for positions within images are not used, since
+only texts are served.
 
 Multi-token-prediction layers are not read.
 """

@@ -72,8 +72,9 @@ def architecture_of(shape: ModelShape) -> Architecture:
 
 
 def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
-    """Returns the family that config.json names, and whether it names a decoder without its head. Raises UnsupportedModel, which
-    lists the supported families and the one with the most similar name, and CheckpointError if config.json names none."""
+    """Returns (the family that config.json names, whether config.json names the decoder alone, without its head). Raises
+    UnsupportedModel for another family, with a list of the supported ones and the most similar name, and CheckpointError if
+    config.json names none."""
     listed = fields.values.get("architectures")
     if isinstance(listed, list) and listed:
         name = str(listed[0])
@@ -91,8 +92,8 @@ def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
 
 
 def _nearest(name: str) -> str:
-    """Returns the end of an error message, which names the supported architecture whose name is most like `name`; "" if none is
-    similar."""
+    """Returns a clause for an error message that names the supported architecture whose name is most similar to `name`; "" if none
+    is similar."""
     from difflib import get_close_matches  # needed only when there is an error
 
     own = _family(name)
@@ -105,6 +106,6 @@ def _nearest(name: str) -> str:
 
 
 def _family(name: str) -> str:
-    """Returns the part of an architecture's name before an ending such as ForCausalLM. Names are compared by this part, because
-    most endings are alike."""
+    """Returns an architecture's name without an ending such as ForCausalLM. Names are compared without their endings, because most
+    endings are alike."""
     return name.partition("For")[0].removesuffix("Model").removesuffix("LMHead")

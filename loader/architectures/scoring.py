@@ -1,5 +1,5 @@
-"""Reads how a cross-encoder scores a pair of texts. Such a model has one output; config.json may name the activation function that
-is applied to it, as sentence-transformers writes it.
+"""Reads from config.json how a cross-encoder scores a pair of texts. Such a model has one output; config.json may name the
+activation function that turns this output into a relevance, as sentence-transformers writes it.
 """
 
 from __future__ import annotations

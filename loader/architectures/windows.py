@@ -1,5 +1,5 @@
-"""Decides from config.json which layers have a sliding window: in a decoder a window of the most recent positions, in an encoder
-one around each token. Families say this in several ways; each way is one rule (function) here.
+"""Decides from config.json which layers have a sliding window. In a decoder a window has the most recent positions; in an encoder
+it lies around each token. config.json says this in a different way in each family; each way is a rule (a function) in this file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 @dataclass(slots=True, frozen=True)
 class Asked:
     """The values of config.json by which a rule decides which layers have sliding windows. fields: config.json. name: the
-    architecture, for errors. listed: for each layer, whether the key `layer_types` calls it sliding (or chunked, in a family with
-    chunks); None: the key is absent. default_tokens: the window's length in tokens if its key is absent; None: there is no
-    default."""
+    architecture, for errors. listed: for each layer, whether the key `layer_types` gives it a sliding window (or a chunk, in a
+    family with chunks); None: the key is absent. default_tokens: the window's length in tokens if config.json gives none; None:
+    there is no default."""
 
     fields: Fields
     name: str
@@ -42,8 +42,8 @@ def no_layer(asked: Asked) -> list[bool]:
 
 
 def every_layer(asked: Asked) -> list[bool]:
-    """Returns which layers have a sliding window: all if `sliding_window` is set, else none. Raises UnsupportedModel if
-    `layer_types` says otherwise."""
+    """Returns which layers have a sliding window: all of them if the key `sliding_window` has a value, in config.json or by
+    default, else none. Raises UnsupportedModel if `layer_types` contradicts that."""
     fields = asked.fields
     window = None if fields.is_null("sliding_window") else fields.values.get("sliding_window", asked.default_tokens)
     slides = [window is not None] * asked.num_layers
@@ -53,8 +53,8 @@ def every_layer(asked: Asked) -> list[bool]:
 
 
 def from_a_layer_on(asked: Asked) -> list[bool]:
-    """Returns which layers have a sliding window. Without `use_sliding_window` none has; with it those have that `layer_types`
-    lists, or else the layers from index `max_window_layers` on."""
+    """Returns which layers have a sliding window: none unless `use_sliding_window` is true, and otherwise those that `layer_types`
+    lists. If that key is absent, they are the layers from index `max_window_layers` on, or none if `sliding_window` is null."""
     fields = asked.fields
     if not _wants_windows(asked):
         return [False] * asked.num_layers
@@ -64,8 +64,8 @@ def from_a_layer_on(asked: Asked) -> list[bool]:
 
 
 def every_second_up_to_a_layer(asked: Asked) -> list[bool]:
-    """Returns which layers have a sliding window. Without `use_sliding_window` none has; with it those have that `layer_types`
-    lists, or else the first, third, fifth layer and so on, of those whose index is below `max_window_layers`."""
+    """Returns which layers have a sliding window: none unless `use_sliding_window` is true, and otherwise those that `layer_types`
+    lists. If that key is absent, they are the layers 0, 2, 4 and so on below `max_window_layers`."""
     if not _wants_windows(asked):
         return [False] * asked.num_layers
     end = asked.fields.integer("max_window_layers", 28, at_least=0)
@@ -78,8 +78,9 @@ def every_layer_if_asked(asked: Asked) -> list[bool]:
 
 
 def all_but_every_nth(nth: int, key: str = "") -> Rule:
-    """Returns a rule that decides which layers have a window: those that `layer_types` lists, or else all layers except the last of
-    every `nth`. key: the key of config.json that gives this number, with nth as its default; "": the number is fixed."""
+    """Returns a rule that decides which layers have a window: those that `layer_types` lists or, if that key is absent, all layers
+    except the last of every `nth`. key: the key of config.json that may give another number than `nth`; "": the number is always
+    `nth`."""
 
     def rule(asked: Asked) -> list[bool]:
         pattern = asked.fields.integer(key, nth) if key else nth
@@ -89,8 +90,8 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
 
 
 def all_but_every_nth_and_the_last(nth: int) -> Rule:
-    """Returns a rule that decides which layers have a window: those that `layer_types` lists, or else all except the last of every
-    `nth`; but never the last layer, whatever `layer_types` says."""
+    """Returns a rule that decides which layers have a window: those that `layer_types` lists or, if that key is absent, all layers
+    except the last of every `nth`. The model's last layer never has a window, whatever `layer_types` says."""
     rule = all_but_every_nth(nth)
     return lambda asked: [*rule(asked)[:-1], False]
 
@@ -105,8 +106,8 @@ def where_rotated(asked: Asked) -> list[bool]:
 
 
 def where_unrotated_if_asked(asked: Asked) -> list[bool]:
-    """Returns which layers have a sliding window. Without `use_sliding_window` none has; with it those have that `layer_types`
-    lists, or else, if `sliding_window` is set, the layers without rotary embedding (RoPE)."""
+    """Returns which layers have a sliding window: none unless `use_sliding_window` is true, and otherwise those that `layer_types`
+    lists. If that key is absent, they are the layers without rotary embedding (RoPE), or none if `sliding_window` is not set."""
     if not _wants_windows(asked):
         return [False] * asked.num_layers
     has_window = asked.fields.has("sliding_window")
@@ -114,8 +115,8 @@ def where_unrotated_if_asked(asked: Asked) -> list[bool]:
 
 
 def _wants_windows(asked: Asked) -> bool:
-    """Returns whether `use_sliding_window` is true in config.json. Raises CheckpointError if it is not, although `layer_types`
-    lists layers with sliding windows."""
+    """Returns whether `use_sliding_window` is true in config.json. Raises CheckpointError if it is false or absent and
+    `layer_types` lists layers with sliding windows."""
     if asked.fields.boolean("use_sliding_window"):
         return True
     if asked.listed is not None and any(asked.listed):
@@ -140,11 +141,10 @@ class Windows:
         return self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers, self.kind), self.default_tokens))
 
     def by_layer(self, fields: Fields, sliding: list[bool], max_position_embeddings: int, keeps_all: bool) -> tuple[int, ...]:
-        """Returns for each layer how many positions a query attends to, its own included; 0: all of them. sliding: which layers
-        have a window.
-
-        A window that is as long as max_position_embeddings, the longest context, counts as 0, unless keeps_all is set. Raises
-        CheckpointError if there are windows and config.json gives no length."""
+        """Returns for each layer how many positions a query attends to, its own included; 0: all of them. sliding: for each layer,
+        whether it has a window. max_position_embeddings: the longest context in tokens. keeps_all: whether windows that are as long
+        as the longest context are kept; if not, their layers get 0. Raises CheckpointError if there are windows and config.json
+        gives no length."""
         num_layers = len(sliding)
         if not any(sliding):
             return (0,) * num_layers

@@ -29,9 +29,9 @@ _OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings")
 class Wrapper:
     """The description of one family of wrappers: checkpoints with a decoder beside an encoder of images or sound.
 
-    name, model_type: as in Architecture. text: the decoder's description. defaults: key -> value of settings that text_config may
-    leave out although config.json of the decoder alone must have them. also: further values of `model_type` that text_config may
-    have. others: prefixes of the names of all tensors that do not belong to the decoder."""
+    name, model_type: as in Architecture. text: the decoder's description. defaults: key -> value, for keys that text_config may
+    leave out although the config.json of the decoder alone must have them. also: further values that `model_type` may have in
+    text_config. others: prefixes of the names of all tensors that do not belong to the decoder."""
 
     name: str
     model_type: str
@@ -72,8 +72,8 @@ class Wrapper:
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
         """Returns the shape with the prefix that this checkpoint gives to the names of the decoder's tensors. names: names of all
-        tensors of the checkpoint. If they include a head (output matrix), it is used even if config.json says that the embedding
-        serves as the head, because some config files are wrong about that."""
+        tensors of the checkpoint. If a head (output matrix) is among them, the shape says that the model uses it, even if
+        config.json says that the embedding serves as the head: some config files are wrong about that."""
         for prefix, of_head in _PREFIXES.items():
             if any(name.startswith(prefix) for name in names):
                 tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names
