@@ -1,4 +1,6 @@
-"""Defines the errors that a load of a checkpoint can raise. Each names the file and, if it is about a tensor, the tensor."""
+"""Defines the errors that a load of a checkpoint can raise. Their messages name the file and, if the error is about a tensor, the
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ MOST_CHARACTERS = 300  # limit for each part of a message: names and values come
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Returns the text, or, if it is longer than `most` characters, its beginning and its length. Characters that can't be printed
-    are escaped, because a terminal would act on them."""
+    """Returns the text or, if it is longer than `most` characters, its first `most` characters followed by its length. Characters
+    that can't be printed are escaped, because a terminal would act on them."""
     beginning = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:most])
     return beginning if len(text) <= most else f"{beginning}... ({len(text)} characters)"
 
@@ -38,8 +40,8 @@ class UnsupportedModel(CheckpointError):
 
 
 class CheckpointChanged(LoaderError):
-    """Raised when a registered checkpoint's files were replaced, or became incomplete, before its load. The next scan will see the
-    new files."""
+    """Raised when a registered checkpoint's files have been replaced or have become incomplete, before or during a load. The next
+    scan registers the files as they are then."""
 
     permanent = False
 

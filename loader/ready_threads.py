@@ -1,7 +1,8 @@
-"""Defines an executor whose threads are all started when it is made.
+"""Defines a thread pool whose threads are all started when it is made.
 
-ThreadPoolExecutor starts its threads within `submit`, which for asyncio.to_thread is on the event loop, and threading.Thread.start
-may wait for ever where memory has run out (loader/threads.py). So a process starts all of them before it has any work.
+A ThreadPoolExecutor starts its threads within `submit`. asyncio.to_thread calls `submit` on the event loop, which would then block
+for ever if memory has run out, because threading.Thread.start may not return (loader/threads.py). So all threads are started before
+the process has any work.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ MOST_THREADS, MORE_THAN_CORES = 32, 4  # as for asyncio's own executor
 
 
 class ReadyThreads(ThreadPoolExecutor):
-    """A ThreadPoolExecutor that starts all its threads at once and none later. Raises OSError if the system refuses one of the
-    threads.
+    """A ThreadPoolExecutor that starts all its threads when it is made. Raises OSError if the system refuses one of the threads.
 
-    num_threads: None: the most that asyncio's own executor would start. name: the beginning of the threads' names."""
+    name: the beginning of the threads' names. num_threads: number of threads; None: as many as asyncio's own executor starts at
+    most."""
 
     def __init__(self, name: str, num_threads: int | None = None) -> None:
         num_threads = num_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)) + MORE_THAN_CORES)

@@ -14,12 +14,12 @@ _LOOK_EVERY_S = 0.05
 
 
 class Thread(threading.Thread):
-    """A thread for whose end the process does not wait when it exits. `start` raises MemoryError if there is no memory for the
-    thread; its target is never called then.
+    """A daemon thread, for whose end the process does not wait when it exits. `start` raises MemoryError if there is no memory for
+    the thread; its target is never called then.
 
-    threading.Thread.start waits until the new thread signals that it runs. If the thread lacks the memory to do so, as in a process
-    that may map no more, that wait never ends (https://github.com/python/cpython/issues/140746). Such a thread ends, and the system
-    no longer lists it. A thread that has not had a processor yet is still listed, so the two cases can be told apart."""
+    threading.Thread.start waits until the new thread signals that it runs. A thread that lacks the memory to do so ends without a
+    signal, and that wait never ends (https://github.com/python/cpython/issues/140746). `start` recognises this case because the
+    system no longer lists such a thread, while it lists one that only waits for a processor."""
 
     def __init__(self, target: Callable[..., object], args: Iterable[Any] = (), name: str | None = None) -> None:
         super().__init__(name=name, daemon=True)

@@ -1,2 +1,3 @@
-"""Reads what a model's config.json says: its shape, its kernels, its pooling, and the matrix multiplications that adapters may
-change."""
+"""Reads the configuration of a model: its shape, the sets of kernels that it needs, its pooling, and the matrix multiplications
+that adapters may change.
+"""

@@ -29,12 +29,12 @@ class AdaptedMatrix(NamedTuple):
 
 @lru_cache(maxsize=256)
 def adapted_matrices(shape: ModelShape) -> tuple[AdaptedMatrix, ...]:
-    """Returns the matrix multiplications of a decoder that adapters may change, layer by layer: first those of attention (or of the
-    gated delta rule), then those of the MLP, or of the shared expert. () for encoders.
+    """Returns the matrix multiplications of a decoder that adapters may change; () for an encoder. They are ordered by layer;
+    within a layer, those of attention (or of the gated delta rule) come before those of the MLP or, in a layer with experts, of the
+    shared expert.
 
-    They are those that engine/layers builds by Weights.matrix with the same prefix and names. Adapters cannot change experts,
-    routers, the gates of the delta rule, additional layer inputs, embeddings, the head, and the matrix of latent attention that is
-    multiplied head by head."""
+    Adapters cannot change experts, routers, the gates of the delta rule, per-layer inputs, embeddings, the head, and the matrix of
+    latent attention that makes keys and values from latents."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
         return ()

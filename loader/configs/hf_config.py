@@ -1,6 +1,6 @@
-"""Reads config.json and generation_config.json of a Hugging Face folder, in both forms: with `rope_parameters` and `dtype`
-(transformers 5), or with `rope_theta`, `rope_scaling` and `torch_dtype` (before). loader/architectures describes what each family
-reads from config.json. If config.json does not say how matrices are quantised, hf_quant_config.json may say it.
+"""Reads config.json and generation_config.json of a Hugging Face folder, as transformers 5 writes them (with `rope_parameters` and
+`dtype`) and as earlier versions do (with `rope_theta`, `rope_scaling` and `torch_dtype`). If config.json does not say how matrices
+are quantised, hf_quant_config.json may say it. loader/architectures describes what each family reads from config.json.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ QUANT_CONFIG_NAME = modelopt.QUANT_CONFIG_NAME
 
 @dataclass(slots=True, frozen=True)
 class GenerationDefaults:
-    """The token ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend; None: they
-    recommend no value for a setting."""
+    """The token ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend. A setting for
+    which they recommend nothing is None."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -59,9 +59,9 @@ def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None 
 
 
 def check_config(text: bytes, quant_text: bytes | None) -> None:
-    """Checks that `text` is the config.json of a model that is served, or of a head that drafts tokens for one. quant_text: the
-    content of hf_quant_config.json; None: there is no such file. Raises UnsupportedModel or CheckpointError, which name the key, if
-    it is not."""
+    """Checks that a config.json describes a model that is served, or a head that drafts tokens for such a model. text: the content
+    of config.json. quant_text: the content of hf_quant_config.json; None: there is no such file. Raises UnsupportedModel or
+    CheckpointError, which name the key at fault, if config.json describes neither."""
     if eagle.is_head(fields := json_fields(text, CONFIG_NAME)):
         eagle.parse_head(fields, None)
     else:
@@ -69,17 +69,18 @@ def check_config(text: bytes, quant_text: bytes | None) -> None:
 
 
 def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
-    """Returns the object that may have the key `quantization_config`: config.json itself or, for a wrapper (a decoder beside other
-    encoders) whose config.json lacks the key, its text_config. is_wrapper: whether it is a wrapper's."""
+    """Returns the object in which the key `quantization_config` is to be looked up. It is config.json itself or, if config.json
+    lacks the key and is that of a wrapper (a decoder beside other encoders), its object text_config. is_wrapper: whether
+    config.json is that of a wrapper."""
     if not is_wrapper or fields.has(CONFIG_KEY):
         return fields
     return fields.mapping(TEXT_KEY) or fields
 
 
 def _said_by(fields: Fields, quant_text: bytes | None) -> tuple[Fields, str]:
-    """Returns the object that describes how matrices are quantised, and the key of the description within it. The object is
-    config.json, or the one in hf_quant_config.json if only that file has a description. quant_text: the content of
-    hf_quant_config.json; None: there is no such file."""
+    """Returns (the object that describes how matrices are quantised, the key of the description in that object). The object is
+    hf_quant_config.json if there is such a file and config.json has no description, else config.json. fields: config.json.
+    quant_text: the content of hf_quant_config.json; None: there is no such file."""
     if quant_text is None or fields.has(CONFIG_KEY):
         return fields, CONFIG_KEY
     return modelopt.quant_config(quant_text), modelopt.QUANT_CONFIG_KEY
@@ -88,7 +89,8 @@ def _said_by(fields: Fields, quant_text: bytes | None) -> tuple[Fields, str]:
 def plain_modules(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> Callable[[str], bool]:
     """Returns a function that takes a module's name and returns whether the configuration of a quantised checkpoint leaves the
     module unquantised. text: the content of config.json. file: the file's name in errors. quant_text: the content of
-    hf_quant_config.json; None: there is no such file. Raises CheckpointError, which names the key."""
+    hf_quant_config.json; None: there is no such file. Raises CheckpointError, which names the key, for a value that is not
+    valid."""
     fields = json_fields(text, file)
     fields = _quantised(fields, isinstance(named_architecture(fields)[0], Wrapper))
     own, key = _said_by(fields, quant_text)

@@ -1,7 +1,7 @@
-"""Determines which sets of kernels a model needs on the `cpu` device, so that only these are compiled for it.
+"""Determines which sets of kernels a model needs on the `cpu` device, so that only these are compiled.
 
-Only this file decides that. A step that needs another set is computed by the reference implementation until that set is compiled,
-too, and the log says so (engine/cpu/ops.py); tests/engine/test_kernel_needs.py runs a model of each family.
+If a step needs a kernel of another set after all, the reference implementation computes it until that set has been compiled, and
+the log says so (engine/cpu/ops.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OF_EDITED_ROWS = [KernelSet("float32", GREEDY), KernelSet("float32", SAMPLING)]
 def needed_kernels(
     shape: ModelShape, dtype: str, weight_format: WeightFormat, is_split: bool = False, has_adapters: bool = False
 ) -> list[KernelSet]:
-    """Returns the sets of compiled CPU kernels that the steps of a model call. dtype: the dtype in which the model is computed.
-    is_split: whether it is divided among several devices. has_adapters: whether LoRA adapters may be applied.
+    """Returns the sets of compiled CPU kernels that the steps of a model call; none for an encoder. dtype: the dtype in which the
+    model is computed. is_split: whether it is divided among several devices. has_adapters: whether LoRA adapters may be applied.
 
-    Encoders need no set. A model in float16, for which there are no kernels, needs only sets for float32: those for sampling, and
-    for collectives between devices if it is split."""
+    There are no kernels for float16. A float16 model needs only two kinds of sets, both for float32: those for sampling and, if it
+    is split, the one for collectives between devices."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
         return []
@@ -59,8 +59,8 @@ def needed_kernels(
 
 
 def _of_layers(family: Decoder, shape: ModelShape) -> set[str]:
-    """Returns the names of the kernel sets that the layers of a model and of its draft head call, without the set PLAIN that every
-    decoder needs."""
+    """Returns the names of the kernel sets that the layers of a model and of its draft head call. The set PLAIN, which every
+    decoder needs, is left out."""
     found = set()
     if shape.latent is None:
         found.add(ATTENTION)

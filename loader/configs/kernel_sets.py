@@ -1,5 +1,5 @@
-"""Names the sets of kernels of the `cpu` device. A set has the kernels that one kind of operation calls: engine/cpu/kernel_units.py
-lists its kernels, engine/cpu/ops.py the operations. Some weight formats have further sets (WeightFormat.kernels).
+"""Names the sets of kernels of the `cpu` device. Each set has the kernels of one kind of operation, such as attention.
+engine/cpu/kernel_units.py lists the kernels of each set. Some weight formats have sets of their own (WeightFormat.kernels).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class KernelSet(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the set for operators: "sampling" for the sets that choose tokens, the dtype for the other sets of decoders
-        with plain weights, and a description such as "bfloat16 with LoRA adapters" for all further sets."""
+        """The name of the set in messages for operators: "sampling" for the sets that choose tokens, only the dtype for the other
+        sets that decoders with plain weights need, and a description for any other set, for example "bfloat16 with LoRA
+        adapters"."""
         if self.name in (GREEDY, SAMPLING):
             return "sampling"
         return self.dtype if self.name in OF_DECODERS else str(self)

@@ -1,6 +1,6 @@
-"""Reads from `1_Pooling/config.json` and `modules.json`, as sentence-transformers writes them, how the vectors of a text's tokens
-become one vector. An encoder always computes vectors; a decoder computes vectors instead of text if its folder has the first of
-these files.
+"""Reads how the vectors of a text's tokens become one vector (pooling) from `1_Pooling/config.json` and `modules.json`, as
+sentence-transformers writes them. An encoder always computes vectors; a decoder computes vectors instead of text if its folder has
+`1_Pooling/config.json`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _DECODER_MODES = {"pooling_mode_lasttoken": LAST_TOKEN}
 
 
 def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | None) -> ModelShape:
-    """Returns the shape of a model with its pooling, the way in which token vectors become one vector. pooling_text, modules_text:
-    the content of 1_Pooling/config.json and of modules.json; None: there is no such file. A decoder with a pooling file computes
-    vectors instead of text.
+    """Returns the shape of a model with its pooling, the way in which token vectors become one vector; the shape of a cross-encoder
+    is returned unchanged. pooling_text, modules_text: the content of 1_Pooling/config.json and of modules.json; None: there is no
+    such file. A decoder with a pooling file computes vectors instead of text.
 
-    Raises UnsupportedModel for a pooling or a module that is not served and for a decoder without a head that has no pooling file,
-    CheckpointError for a file that is not valid, and MissingFile if a decoder's modules.json names a pooling file that is not there
-    yet."""
+    Raises UnsupportedModel for a pooling or a module that is not served, and for a decoder without a head and without a pooling
+    file. Raises CheckpointError for a file that is not valid, and MissingFile if a decoder's modules.json names a pooling file that
+    is not there yet."""
     if shape.scoring:  # a cross-encoder's score is computed from the first vector
         return shape
     if not shape.pooling and pooling_text is None:
@@ -46,9 +46,9 @@ def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | 
 
 
 def parse_pooling(text: bytes | None, modes: Mapping[str, str] = _MODES) -> str:
-    """Returns the way in which token vectors become one vector, one of the values of `modes`. text: the content of
-    1_Pooling/config.json; None: there is no such file, and the result is "mean". modes: key in the file -> the pooling that it
-    stands for. Raises UnsupportedModel, which names the key, for any other mode."""
+    """Returns the name of the way in which token vectors become one vector, one of the values of `modes`. text: the content of
+    1_Pooling/config.json; None: there is no such file, and the result is "mean". modes: key in the file -> the way that it asks
+    for. Raises UnsupportedModel, which names the key, if the file asks for any other way."""
     if text is None:
         return "mean"
     fields = json_fields(text, POOLING_NAME)

@@ -1,9 +1,9 @@
-"""Opens files for direct reads, which bypass the page cache. Tells where direct reads are faster, and what the kernel requires of
-them.
+"""Opens files for direct reads, which bypass the page cache. Determines for which ranges direct reads are faster, and what
+alignment the kernel requires of them.
 
-A range that is in the page cache is read from there (a copy at memory speed). Any other range is read with O_DIRECT straight from
-the drive, which costs almost no CPU time and leaves the cache to others. Linux only; makes system calls directly where libc has no
-wrapper.
+A range that is mostly in the page cache is copied from there, at the speed of memory. Any other range is read with O_DIRECT
+straight from the drive, which costs almost no CPU time and leaves the page cache to others. Linux only; makes system calls directly
+where libc has no wrapper.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def direct_alignment(fd: int) -> Alignment:
 
 
 def open_direct(fd: int) -> int:
-    """Returns another descriptor of an open file, for reads that bypass the page cache (O_DIRECT). It is the same file even if the
-    file's name belongs to another one by now. Raises OSError, also if the file system does not support direct reads."""
+    """Returns another descriptor of an open file, for reads that bypass the page cache (O_DIRECT). It refers to the same file even
+    if the file has been renamed or deleted. Raises OSError, also if the file system does not support direct reads."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
 def is_cached(fd: int, begin: int, end: int) -> bool:
-    """Returns whether the page cache holds at least half of a file's bytes [begin, end). From half on, a buffered read is faster
-    than a direct one."""
+    """Returns whether the page cache holds at least half of a file's bytes [begin, end). If it does, a buffered read is faster than
+    a direct one."""
     pages = _cached_pages(fd, begin, end - begin)
     if pages is not None:
         return 2 * pages * os.sysconf("SC_PAGE_SIZE") >= end - begin
@@ -79,8 +79,8 @@ def _cached_pages(fd: int, offset: int, length: int) -> int | None:
 
 
 def _page_is_cached(fd: int, offset: int) -> bool:
-    """Returns whether the page cache holds the page of a file at `offset` (bytes). A read that must not wait finds out. mincore
-    does not help: for another user's file it says that everything is cached."""
+    """Returns whether the page cache holds the page of a file at `offset` (bytes). The page is read with RWF_NOWAIT, which fails if
+    it is not cached. (mincore would say that all pages of another user's file are cached.)"""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:

@@ -1,8 +1,8 @@
-"""Makes file system calls that their caller can abandon: it stops waiting for a call that does not return, and goes on.
+"""Makes file system calls whose caller can stop waiting for them.
 
 A call to a mount whose server is gone may not return for as long as the mount hangs, and no signal ends it. So a load that is
-cancelled waits for such a call only a moment. The thread that makes the call goes on by itself and no longer touches anything of
-the load.
+cancelled waits only a moment for such a call, and then abandons it. The thread that made the call stays blocked in it; if the call
+returns, the thread ends without touching any memory of the load.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def is_local(fd: int) -> bool:
 
 
 class CallUnderWay:
-    """The file system calls of one thread, one at a time. Another thread may abandon a call that has not returned (`leave`). Used
-    as a context manager around each call; on exit it raises LeftBehind if the call was abandoned."""
+    """A context manager around each file system call of one thread, by which another thread may abandon a call that has not
+    returned (`leave`). If the call was abandoned, leaving the context raises LeftBehind."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,16 +85,16 @@ class CallUnderWay:
             raise LeftBehind
 
     def leave(self) -> bool:
-        """Abandons the call that is in progress, so that its thread raises LeftBehind once it returns. Returns False if no call is
-        in progress."""
+        """Abandons the call that is in progress: its thread raises LeftBehind once the call returns. Returns whether a call has
+        been abandoned; False: none was in progress."""
         with self._lock:
             self._is_left = self._is_left or self._is_under_way
             return self._is_left
 
 
 class FileCalls:
-    """A thread that calls the file system for a load, so that the load's own thread never waits for long once the load is
-    cancelled. A context manager; on exit the thread closes what is in `opened`, and ends.
+    """A thread that calls the file system for a load, so that a cancelled load does not wait long for a call that does not return.
+    A context manager; on exit the thread closes the files in `opened`, and ends.
 
     name: the model's name, for the log. cancelled: returns whether the load is cancelled. opened: a stack that closes the files
     that the thread opens; only this thread uses it."""
@@ -117,9 +117,9 @@ class FileCalls:
             log.warning("%s: the file system does not answer; what is open there is closed once it does", self._name)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Calls `work` in this object's thread; returns what it returns and raises what it raises. Raises ReadCancelled if the load
-        is cancelled and `work` has not ended LEAVE_AFTER_S seconds later; `work` then goes on by itself. Raises MemoryError if the
-        thread has ended for lack of memory."""
+        """Calls `work` in this object's thread; returns what it returns and raises what it raises. If the load is cancelled and
+        `work` does not end within LEAVE_AFTER_S seconds, raises ReadCancelled; the thread goes on with `work`. Raises MemoryError
+        if the thread has ended for lack of memory."""
         future: Future[T] = Future()
         self._work.put((work, future))
         while not wait([future], LOOK_EVERY_S).done:

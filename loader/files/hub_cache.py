@@ -14,7 +14,8 @@ MAX_REF_BYTES = 1024
 
 
 def repo_name(folder_name: str) -> str | None:
-    """Returns `org/name` for `models--org--name` and `name` for `models--name`, or None for any other folder."""
+    """Returns the name of the model in a folder of a Hugging Face cache: `org/name` for `models--org--name`, `name` for
+    `models--name`. None for any other folder."""
     if not folder_name.startswith(PREFIX):
         return None
     parts = folder_name.removeprefix(PREFIX).split("--")
@@ -22,9 +23,9 @@ def repo_name(folder_name: str) -> str | None:
 
 
 def snapshot(folder: Path) -> Path | None:
-    """Returns the folder of a cached repository that holds the model: the snapshot of the commit that `refs/main` names, else the
-    most recently written snapshot; None if there is none. folder: the repository's `models--org--name`. Raises OSError if it cannot
-    be read."""
+    """Returns the folder of the snapshot that counts as the model of a cached repository: that of the commit in `refs/main` or, if
+    there is no such snapshot, the one that was written last. None if the repository has no snapshot. folder: the repository's
+    folder `models--org--name`. Raises OSError if it cannot be read."""
     snapshots = folder / "snapshots"
     try:
         commit = read_regular(folder / "refs" / "main", MAX_REF_BYTES).decode("ascii").strip()

@@ -1,4 +1,4 @@
-"""Handles the limit on a process's open descriptors (RLIMIT_NOFILE), and the errors that tell that it is reached."""
+"""Reads and raises the limit on a process's open descriptors (RLIMIT_NOFILE), and recognises the errors of calls that exceed it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import resource
 
 
 def raise_limit() -> int:
-    """Raises this process's soft limit of open descriptors to the hard limit and returns the soft limit. It is 1024 by convention,
-    for programs that use select(2)."""
+    """Raises this process's soft limit of open descriptors to the hard limit, and returns the new soft limit. The system sets 1024
+    by convention, for programs that use select(2)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # the kernel now allows less than the hard limit: the soft limit stays
@@ -18,11 +18,11 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Returns this process's soft limit of open descriptors; 2^30, more than any process needs, if there is none."""
+    """Returns this process's soft limit of open descriptors; 2^30, more than any process needs, if the process has no limit."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
 
 def are_used_up(error: OSError) -> bool:
-    """Returns whether a call failed because this process or the whole system has as many files open as it may."""
+    """Returns whether a call failed because this process, or the whole system, has reached the limit of open files."""
     return error.errno in (errno.EMFILE, errno.ENFILE)

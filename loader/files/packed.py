@@ -1,12 +1,12 @@
-"""Defines the format of packed weight files: how their safetensors header describes packed tensors, in its metadata.
+"""Defines the format of packed weight files, and how the metadata in their safetensors header describes packed tensors.
 
-The file is an ordinary safetensors file. A packed tensor keeps its name but has the dtype U8: its bytes are frames
-(loader.files.frame) end to end, each of whole rows (or of parts of a row if rows are very long), the first at the next multiple of
-FRAME_ALIGN_BYTES of the file. A tensor that is not bfloat16, or would not become smaller, is stored unchanged and read in frames of
-equal length.
+The file is an ordinary safetensors file. A packed tensor keeps its name but has the dtype U8. Its bytes are frames
+(loader.files.frame) end to end, which begin at a multiple of FRAME_ALIGN_BYTES of the file. Each frame holds whole rows of the
+tensor or, if rows are very long, FRAME_VALUES values. A tensor that is not bfloat16, or that would hardly become smaller, is stored
+unchanged and is read in frames of equal length.
 
 Every frame has a checksum of its bytes in the file (codec.sum_of), which loads compare. Every tensor has a SHA-256 of its unpacked
-bytes, which proves that it is the original.
+bytes, by which a verification proves that they are the original ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The identity of the plain file that a packed file was made from, by which a load recognises that file. header: the BLAKE2b
-    hash of its header, 16 bytes in hex."""
+    """The identity of the plain file that a packed file was made from: size, modification time, and a hash of the header. A load
+    uses the packed file only if the plain file still has this identity. header: the BLAKE2b hash, 16 bytes in hex."""
 
     size_bytes: int
     mtime_ns: int
@@ -58,9 +58,9 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Frame:
-    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` of the unpacked tensor, from its
-    byte `first_byte` on. sum: checksum of the frame's bytes in the file. packed: whether these bytes must be decoded; else they are
-    the tensor's bytes unchanged."""
+    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` bytes of the unpacked tensor,
+    from its byte `first_byte` on. sum: checksum of the frame's bytes in the file. packed: whether these bytes must be decoded; if
+    not, they are the tensor's own bytes."""
 
     begin: int
     end: int
@@ -79,9 +79,9 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def frame_values(shape: tuple[int, ...] | list[int], dtype: str) -> int:
-    """Returns how many values each of a tensor's frames but the last one holds: as many whole rows as fit into FRAME_VALUES, or
-    FRAME_VALUES where a row is longer than that. For int32 tensors (dtype I32) the number of rows is a multiple of 8 where
-    possible, since loads may rearrange 8 rows together."""
+    """Returns how many values each frame of a tensor holds; the last frame may hold fewer. It is as many whole rows as fit into
+    FRAME_VALUES values, or FRAME_VALUES if a row is longer than that. For int32 tensors (dtype I32) the number of rows is a
+    multiple of 8 where possible, since loads may rearrange 8 rows together."""
     width = shape[-1] if shape else 1
     if not 0 < width <= frame.FRAME_VALUES:
         return frame.FRAME_VALUES

@@ -1,8 +1,7 @@
-"""Reads the headers of safetensors files: 8 bytes with the header's length (little-endian), JSON, then the tensors' bytes end to
-end.
+"""Reads the headers of safetensors files. Such a file consists of 8 bytes with the header's length (little-endian), the header in
+JSON, and the tensors' bytes end to end. This module reads no tensor data.
 
-Format: https://github.com/huggingface/safetensors#format; loader.files.packed describes what hearthd adds to it. Nothing here reads
-tensor data.
+Format: https://github.com/huggingface/safetensors#format; loader.files.packed describes what hearthd adds to it.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ DTYPE_BYTES = {
 
 @dataclass(slots=True, frozen=True)
 class TensorRef:
-    """The location of a tensor in its file. file: the file's name inside the checkpoint's folder. offset_bytes: from the start of
-    the file. num_bytes: the tensor's length in the file. record: the tensor's description in a packed file, else None; dtype and
-    shape are then those of the unpacked tensor."""
+    """The location of a tensor in its file. file: the file's name inside the checkpoint's folder. offset_bytes: offset from the
+    start of the file. num_bytes: the tensor's length in the file. record: the tensor's description in the metadata of a packed
+    file; None: the file is plain. In a packed file dtype and shape are those of the unpacked tensor."""
 
     file: str
     name: str
@@ -76,8 +75,9 @@ class TensorRef:
 
 @dataclass(slots=True, frozen=True)
 class Header:
-    """The parsed header of a file. tensors: in file order. raw: the header's bytes (for fingerprints). file_bytes: the exact
-    length of a complete file. source: the file that this one was packed from, None for a plain file."""
+    """The parsed header of a file. tensors: in the order of the file. raw: the JSON bytes, for fingerprints. file_bytes: the length
+    of the whole file by the header. source: the identity of the plain file that this one was packed from; None: this file is
+    plain."""
 
     tensors: tuple[TensorRef, ...]
     raw: bytes
@@ -101,8 +101,8 @@ _index_decoder = msgspec.json.Decoder(_Index)
 
 
 def parse_header(raw: bytes, file: str) -> Header:
-    """Parses the header of a safetensors file. raw: its JSON part. file: the file's name, for errors. Raises CheckpointError, also
-    if the tensors overlap or leave gaps between them."""
+    """Parses the header of a safetensors file. raw: its JSON part. file: the file's name, for errors. Raises CheckpointError if the
+    header is not valid, or if tensors overlap or have gaps between them."""
     if raw.count(b'"') > QUOTES_PER_TENSOR * MAX_TENSORS_PER_FILE:
         raise CheckpointError(file, None, f"its header describes more than {MAX_TENSORS_PER_FILE} tensors")
     try:

@@ -1,8 +1,9 @@
-"""Finds the weight files of a model's folder: plain ones in the folder itself, packed ones (loader.files.packed) in `packed/`.
+"""Finds the weight files of a model: plain ones in the model's folder, packed ones (loader.files.packed) in its subfolder
+`packed/`.
 
-Packed files have the names of the plain files from which they were made, and a copy of the index beside them. If both kinds exist,
-the plain files are the model, and the packed files are another way to read it, provided that they were made from exactly these
-plain files.
+Each packed file has the name of the plain file from which it was made; a copy of the index lies beside the packed files. If a model
+has both kinds, the plain files count as its weights. Loads may read the packed files in their place if these were made from exactly
+these plain files.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class MissingFile(Exception):
 
 @dataclass(slots=True, frozen=True)
 class FileInfo:
-    """The name, size and time of a weight file as a scan of the models folder saw them. name: the file's path below the model's
-    folder."""
+    """The name, size and modification time of a weight file, as a scan of the models folder found them. name: the file's path below
+    the model's folder."""
 
     name: str
     size_bytes: int
@@ -37,9 +38,9 @@ class FileInfo:
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Returns the names of a folder's weight files, sorted, and the index that lists them, tensor name -> file name. None: there is
-    no index, and the only file is model.safetensors, which may be missing. Raises CheckpointError for an index that is not valid,
-    and OSError if it cannot be read."""
+    """Returns (names of a folder's weight files, sorted; the index that lists them: tensor name -> file name). A folder without an
+    index has one weight file, model.safetensors, which may be missing; the index is then None. Raises CheckpointError for an index
+    that is not valid, and OSError if it cannot be read."""
     if (folder / INDEX_NAME).exists():
         weight_map = read_index(folder)
         return sorted(set(weight_map.values())), weight_map
@@ -90,8 +91,8 @@ def is_packed_only(folder: Path) -> bool:
 
 
 def packed_files(folder: Path) -> list[FileInfo]:
-    """Returns the weight files and JSON files in a model's packed folder, sorted by name; [] if there is no such folder. A rescan
-    compares them with the last scan's."""
+    """Returns the weight files and JSON files in a model's folder of packed files, sorted by name; [] if there is no such folder. A
+    scan compares them with those of the last scan, to see changes."""
     found = []
     try:
         for entry in os.scandir(folder / PACKED_DIR):
@@ -104,14 +105,15 @@ def packed_files(folder: Path) -> list[FileInfo]:
 
 
 def source_of(info: FileInfo, header: Header) -> Source:
-    """Returns the identity (Source) of a plain weight file, as a packed file that is made from it records it. info, header: the
-    plain file as the scan saw it, and its header."""
+    """Returns the identity (Source) of a plain weight file, which packed files made from it record. info: the file's size and time,
+    as the scan found them. header: the file's header."""
     return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
 
 
 def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], packed: Mapping[str, Header]) -> str:
-    """Returns why a model's packed files can't be read instead of its plain ones; "" if they can. plain, packed: the headers of the
-    plain and of the packed files, infos: the plain files as the scan saw them, all by the files' paths below the model's folder."""
+    """Returns why a model's packed files can't be read in place of its plain ones; "" if they can. plain, packed: the headers of
+    the plain and of the packed files. infos: size and time of each plain file, as the scan found them. All keys are paths below the
+    model's folder."""
     if {os.path.join(PACKED_DIR, name) for name in plain} != set(packed):
         return "they are not as many files"
     for name, header in plain.items():
@@ -126,8 +128,9 @@ def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], p
 
 
 def read_packed(folder: Path, plain: Mapping[str, Header], infos: Mapping[str, FileInfo]) -> str:
-    """Reads the headers of a model's packed files and returns why these can't be read instead of the plain ones; "" if they can.
-    plain, infos: headers of the plain files, and these files as the scan saw them, by their paths below the model's folder."""
+    """Reads the headers of a model's packed files. Returns why these files can't be read in place of the plain ones; "" if they
+    can. plain: the headers of the plain files. infos: size and time of each plain file, as the scan found them. All keys are paths
+    below the model's folder."""
     try:
         return why_not_packed(plain, infos, read_headers(folder, PACKED_DIR))
     except (MissingFile, CheckpointError) as error:
