@@ -1,1 +1,3 @@
-"""Defines the weight formats, that is, ways to hold the matrices of a model's layers: one file for each; `registry` lists them."""
+"""Defines the weight formats: the ways in which the matrices of a model's layers can be held in memory. Each format, or each family
+of similar formats, has a file; `registry` lists them.
+"""

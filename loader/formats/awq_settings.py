@@ -1,4 +1,5 @@
-"""Reads what a `quantization_config` of AWQ says: how many inputs share a scale, and whether zero points differ from 8.
+"""Reads the `quantization_config` of an AWQ checkpoint: how many inputs share a scale, and whether zero points other than 8 are
+stored.
 
 Sources: https://arxiv.org/abs/2306.00978, https://github.com/casper-hansen/AutoAWQ.
 """

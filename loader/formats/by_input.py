@@ -1,6 +1,8 @@
-"""Builds the weight formats of AWQ and GPTQ checkpoints, which have much in common: four-bit weights, and scales and zero points
-[G, N] for groups of inputs. All of them are rearranged as they are read (relayout.py). Scales are held as float16. Zero points of
-symmetric checkpoints are only checked.
+"""Builds the weight formats of AWQ and GPTQ checkpoints. Both store four-bit weights, and scales and zero points [G, N] for G
+groups of inputs and N outputs.
+
+All of these tensors are rearranged as they are read (relayout.py). Scales are held as float16. In symmetric checkpoints all zero
+points must be 8; they are checked and not held.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ def _num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
 
 
 def parts_by_input(settings: Awq | Gptq, name: str, dims: Dims, words: Int4Tensor, zeros: Relayout) -> Int4Tensors:
-    """Returns the tensors that store one matrix in an AWQ or GPTQ checkpoint: `words`, and the scales and zero points that belong
-    to them. The tensor that tells the group of each input (GPTQ's g_idx) is not included. name, dims: the matrix's name and its
-    shape [outputs, inputs]. words: the tensor with the four-bit weights. zeros: how zero points are rearranged."""
+    """Returns the tensors that store one matrix in an AWQ or GPTQ checkpoint: `words`, scales and zero points. The tensor with the
+    group of each input (GPTQ's g_idx) is not included. name, dims: the matrix's name and its shape [outputs, inputs]. words: the
+    tensor with the four-bit weights. zeros: how zero points are rearranged."""
     num_outputs, groups = dims[0], _num_groups(settings, dims[1])
     of_inputs = Along(0, settings.group_inputs) if settings.group_inputs else None
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs))
@@ -49,9 +51,10 @@ def format_by_input(
     parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Int4Tensors],
     ordered: bool = False,
 ) -> WeightFormat:
-    """Returns the weight format of AWQ or GPTQ checkpoints with given settings. name, title: those of the WeightFormat. ordered:
-    whether the inputs that share a scale may be scattered, so that each step reorders inputs (WeightFormat.reorders). read: reads
-    the settings from a `quantization_config`. parts_of(group, name, shape): returns the tensors of a matrix."""
+    """Returns the weight format of AWQ or GPTQ checkpoints with given settings. name, title: those of the WeightFormat. read: reads
+    the settings from a `quantization_config`. parts_of(group, name, shape): returns the tensors that store a matrix. ordered:
+    whether the inputs that share a scale may be scattered over the matrix, so that each step has to reorder inputs
+    (WeightFormat.reorders)."""
 
     def stored(group: TensorGroup) -> list[StoredTensor]:
         found = [parts_of(group, *matrix) for matrix in group.tensors]

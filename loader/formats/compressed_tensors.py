@@ -1,5 +1,5 @@
-"""Reads the groups of a `quantization_config` that compressed-tensors wrote, each of which describes some of a model's matrices.
-Source: https://github.com/vllm-project/compressed-tensors.
+"""Reads the settings in a `quantization_config` that compressed-tensors wrote. They come in groups, each for some of a model's
+matrices. Source: https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ FoundT = TypeVar("FoundT")
 def read_groups(
     config: Mapping[str, Any], form: str, read: Callable[[str, Mapping[str, Any]], FoundT | Refused]
 ) -> FoundT | Refused | None:
-    """Reads a `quantization_config` that compressed-tensors wrote: its groups of settings, each for some of the model's matrices.
-    Returns the settings of all groups, which must be the same, as `read` returns them; a Refused for the first setting that is not
-    served; None if there are no groups, or if one of them has another format than `form`.
+    """Reads a `quantization_config` that compressed-tensors wrote, with groups of settings, each for some of the model's matrices.
+    Returns the settings of the groups, which must all have the same; a Refused for the first setting that is not served; None if
+    there are no groups, or if the format of one of them is not `form`.
 
-    read(key, weights): reads the settings of one group's weights."""
+    read(key, weights): returns the settings of one group, or a Refused. key: the key of the group's weights, for messages. weights:
+    what the group says about weights."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return None
@@ -43,9 +44,9 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a Refused for the first setting whose value is not served; None if all values are served. key: the key under which
-    the settings lie, for messages; "": they are the whole configuration. weights: the settings. served: setting -> its only served
-    value."""
+    """Returns a Refused for the first setting whose value is not served; None if all values are served. key: the key of the object
+    that holds the settings, for messages; "": it is the configuration itself. weights: the settings. served: setting -> the only
+    value that is served."""
     for name, value in served.items():
         if weights.get(name) != value:
             return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))

@@ -1,10 +1,10 @@
-"""Reads what a `quantization_config` says about matrices in FP8 (e4m3): under which name their scales are stored, and how many
-weights share one.
+"""Reads what a `quantization_config` says about matrices in FP8 (e4m3): the name under which their scales are stored, and how many
+weights share a scale.
 
 Five producers are known: fine-grained FP8 (`fp8`, as DeepSeek-V3 and Qwen3 have it, and AutoFP8's without blocks),
 compressed-tensors (`float-quantized`), FBGEMM (`fbgemm_fp8`), NVIDIA's ModelOpt and AMD's Quark. In all of them a weight is its
-code's value times its scale. Their settings for activations and KV are not used: the activations that are multiplied with the
-matrices have the model's dtype. Sources: https://github.com/huggingface/transformers (utils/quantization_config.py, integrations),
+code's value times its scale. Settings for activations and KV are ignored: the activations that are multiplied with the matrices
+have the model's dtype. Sources: https://github.com/huggingface/transformers (utils/quantization_config.py, integrations),
 https://github.com/vllm-project/compressed-tensors, https://github.com/vllm-project/vllm (model_executor/layers/quantization).
 """
 
@@ -25,9 +25,9 @@ _BLOCK_TEXTS = (_BLOCKS, f"{BLOCK}x{BLOCK}")
 
 
 class Fp8Scales(NamedTuple):
-    """The way in which a checkpoint stores the scales of its FP8 matrices. suffix: what is appended to a matrix's name to form the
-    name of its scales. unit: the weights that share a scale: the whole matrix (MATRIX), each output (OUTPUT), or each block of 128
-    x 128 weights (EACH_BLOCK)."""
+    """The way in which a checkpoint stores the scales of its FP8 matrices. suffix: what follows a matrix's name in the name of its
+    scales. unit: which weights share a scale: those of the whole matrix (MATRIX), of an output (OUTPUT), or of a block of 128 x 128
+    weights (EACH_BLOCK)."""
 
     suffix: str
     unit: str

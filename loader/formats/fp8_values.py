@@ -25,10 +25,11 @@ def nan_at(codes: npt.NDArray[np.uint8]) -> int:
 
 
 def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False, kept: Cut | None = None) -> None:
-    """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32, so that each of the N rows of a matrix
-    has its own G scales. Each of the S stored rows is written `repeats` times, the last one as often as there is room. inverse:
-    writes the inverses of the scales. kept: the part of the elements [N, G] that is written; None: all. Raises ValueError for
-    scales that are NaN or infinite, and for divisors whose inverse float32 cannot represent."""
+    """Writes the stored scales of a matrix to `held`, float32, with G scales for each of the matrix's N rows. stored: [S, G]
+    (float32, bfloat16 or float16), of which each row belongs to `repeats` consecutive rows of the matrix, the last one perhaps to
+    fewer. held: [N * G], or only the part `kept`. inverse: whether the inverses of the scales are written. kept: the part of the
+    elements [N, G] that a device's share holds; None: all. Raises ValueError for scales that are NaN or infinite, and for divisors
+    whose inverse float32 cannot represent."""
     wide = stored.float()
     if inverse:
         wide = wide.reciprocal()

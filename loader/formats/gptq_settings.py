@@ -1,5 +1,5 @@
-"""Reads what a `quantization_config` of GPTQ says: how many inputs share a scale, whether zero points are stored and how, and
-whether the inputs that share a scale are scattered over the matrix instead of lying side by side (`desc_act`).
+"""Reads the `quantization_config` of a GPTQ checkpoint: how many inputs share a scale, whether and how zero points are stored, and
+whether the inputs that share a scale are scattered over the matrix (`desc_act`) instead of lying side by side.
 
 Sources: https://arxiv.org/abs/2210.17323, https://github.com/ModelCloud/GPTQModel, https://github.com/AutoGPTQ/AutoGPTQ.
 """
@@ -50,8 +50,8 @@ def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
 
 
 def refused_setting(config: Mapping[str, Any]) -> Refused | None:
-    """Returns a Refused for the first setting of a GPTQ or AWQ `quantization_config` that is not served, among the settings that
-    both have; None if all are served."""
+    """Returns a Refused for the first setting of a GPTQ or AWQ `quantization_config` that is not served; None if there is none.
+    Only the settings that GPTQ and AWQ have in common are checked."""
     if config.get("bits") != 4:
         return not_served("bits", config.get("bits"), "4")
     if config.get("group_size") not in GROUPS:

@@ -1,8 +1,8 @@
 """Lays out INT4 matrices in memory, for checkpoints of all producers. The four-bit weights come first, in the order in which
-kernels read them, with the matrices that one matrix multiplication reads end to end. Their scales in 16 bits follow, and, if there
-are any, their zero points in 8 bits and the order of their inputs.
+kernels read them; those of matrices that one matrix multiplication reads together lie end to end. After them come their scales in
+16 bits and, if they are held, their zero points in 8 bits and the order of their inputs.
 
-A weight is (number - zero point) times scale, for numbers from 0 to 15. If no zero points are held, they are 8.
+A weight is (number - zero point) times scale, for numbers from 0 to 15. If no zero points are held, they are all 8.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ REARRANGED = "rearranged"  # WeightFormat.held_as of formats whose tensors canno
 
 
 class Names(NamedTuple):
-    """The names of the tensors in which a producer stores an INT4 matrix: suffixes that follow the matrix's name without `.weight`.
-    words: the four-bit weights. scales, zeros: scales and zero points. order: for each input the index of its group, that is, of
-    its scale; "": there is no such tensor."""
+    """The names of the tensors in which a producer stores an INT4 matrix, as suffixes that follow the matrix's name without
+    `.weight`. words: the four-bit weights. scales, zeros: scales and zero points. order: for each input, the index of the group of
+    inputs with which it shares a scale; "": there is no such tensor."""
 
     words: str
     scales: str
@@ -46,9 +46,9 @@ BY_INPUT = Names(".qweight", ".scales", ".qzeros", ".g_idx")  # names of AWQ and
 
 
 class Int4Tensor(NamedTuple):
-    """One of the stored tensors of an INT4 matrix. held_as: its dtype in memory. axes: where the matrix's outputs and inputs lie in
-    the tensor. item_bytes: the size of its elements in memory, unless it is rearranged. relayout: how its numbers are rearranged;
-    None: they are held in the stored order."""
+    """One of the stored tensors of an INT4 matrix. held_as: its dtype in memory. axes: which axes of the tensor correspond to the
+    matrix's outputs and inputs. relayout: how its numbers are rearranged; None: they are held in the stored order. item_bytes:
+    bytes of an element in memory, if relayout is None."""
 
     tensor: StoredTensor
     held_as: str
@@ -63,7 +63,7 @@ class Int4Tensor(NamedTuple):
 
 class Int4Tensors(NamedTuple):
     """The stored tensors of one INT4 matrix. words: the four-bit weights. zeros: the zero points; None: all are 8. order: for each
-    input the index of its group, that is, of its scale; None: the checkpoint has no such tensor."""
+    input, the index of the group of inputs with which it shares a scale; None: the checkpoint has no such tensor."""
 
     words: Int4Tensor
     scales: Int4Tensor
@@ -79,12 +79,13 @@ def place(
     parts_of: Callable[[str, tuple[int, ...]], Int4Tensors], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
 ) -> tuple[list[WeightSlot], int]:
     """Lays out a group of INT4 matrices in memory. Returns the slots (WeightSlot) and the offset in bytes of the first free byte
-    after them. parts_of(name, dims): returns the tensors of one matrix. group_inputs: number of inputs that share a scale; 0: all.
-    is_joint: the inputs are put in order once all matrices have been read.
+    after them. parts_of(name, dims): returns the tensors of one matrix. group_inputs: number of inputs that share a scale; 0: all
+    inputs of an output share one. is_joint: whether the weights' inputs are reordered, which is done once all matrices of the group
+    have been read.
 
-    Raises CheckpointError for a matrix that does not consist of whole groups, or whose zero points do not fill their words. In a
-    split model it raises CheckpointError also for a part of a matrix that begins or ends within a group or a word, or that has some
-    of the inputs of a matrix whose inputs are reordered."""
+    Raises CheckpointError for a matrix whose inputs are not whole groups, or whose outputs do not fill whole words of zero points.
+    In a split model it raises CheckpointError also for a part of a matrix that begins or ends within a group or a word, and for a
+    part that has only some of the inputs of a matrix whose inputs are reordered."""
     step = group_inputs or STEP
     slots: list[WeightSlot] = []
     end = space.begin_bytes
@@ -120,8 +121,9 @@ def place(
 
 
 def check(group_inputs: int, fields: Fields, shape: ModelShape) -> None:
-    """Checks that the widths of a model are multiples of the group size, and raises UnsupportedModel if they are not. group_inputs:
-    number of inputs that share a scale; 0: all, and the widths must be multiples of STEP. fields: config.json."""
+    """Checks that the widths of a model are multiples of the number of inputs that share a scale. Raises UnsupportedModel if they
+    are not. group_inputs: that number; 0: all inputs of an output share a scale, and the widths must be multiples of STEP. fields:
+    config.json."""
     refuse_stacked_experts(fields, shape)
     widths = [("hidden_size", shape.hidden_size)]
     if shape.experts is not None:

@@ -46,10 +46,10 @@ def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tens
 
 
 def rearrange(relayout: Relayout, stored: Tensor, first: int, group_inputs: int, part: Tensor, at_once: int) -> None:
-    """Writes stored rows [R, C], or elements [R], of a tensor to memory in the kernels' order; for numbers that are not held, only
-    checks them. first: the index of the first row in the whole tensor. group_inputs: inputs that share a scale. part: the memory of
-    these rows, as `part_of` returns it. at_once: number of elements that are rearranged at a time. Raises ValueError for numbers
-    that cannot be held."""
+    """Writes stored rows of a tensor to memory in the order in which kernels read them. Numbers that need not be held are only
+    checked. stored: the rows [R, C], or elements [R]. first: the index of the first row in the whole tensor. group_inputs: number
+    of inputs that share a scale. part: the memory of these rows, as `part_of` returns it. at_once: number of elements that are
+    rearranged at a time. Raises ValueError for numbers that are not valid or cannot be held."""
     if relayout == GROUPS_IN_ORDER:
         _check_order(stored, first, group_inputs)
     elif relayout == INPUT_ORDER:
@@ -93,9 +93,9 @@ def _scales(stored: Tensor, held: Tensor) -> None:
 
 
 def _zeros(order: tuple[int, ...], added: int, turned: bool) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function that unpacks zero points. It writes words [R, C], each with eight outputs, to held [8 C, R] uint8, or [8
-    R, C] if not turned (transposed). order: the index of the output that the n-th four bits of a word belong to. added: number that
-    is added to each zero point."""
+    """Returns a function write(stored, held) that unpacks zero points. stored: words [R, C], each with eight outputs. held: uint8
+    [8 C, R], or [8 R, C] if `turned` is False. order: for the n-th four bits of a word, the index of the output to which they
+    belong. added: number that is added to each zero point. turned: whether the tensor is transposed."""
 
     def write(stored: Tensor, held: Tensor) -> None:
         to = held.unflatten(0, (-1, IN_WORD))
@@ -130,8 +130,8 @@ def _check_order(groups: Tensor, first: int, group_inputs: int) -> None:
 
 
 def order_of(groups: Tensor, group_inputs: int) -> Tensor:
-    """Returns the indices of the inputs [K] int32, sorted by group. groups [K] int32: for each input the index of its group. Raises
-    ValueError unless every group has group_inputs inputs."""
+    """Returns the indices of a matrix's inputs, sorted by group: [K] int32. groups: [K] int32, for each input the index of its
+    group. Raises ValueError unless every group has group_inputs inputs."""
     num_groups = len(groups) // group_inputs
     if not bool(((groups >= 0) & (groups < num_groups)).all()):
         raise ValueError(f"holds a group that does not exist: there are {num_groups}, from 0 on")

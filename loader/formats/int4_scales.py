@@ -1,5 +1,6 @@
-"""Checks scales of INT4 weights as they are read: they are held in 16 bits, which must represent the checkpoint's numbers
-exactly."""
+"""Checks and converts the scales of INT4 weights as they are read. Scales are held in 16 bits, which must represent the
+checkpoint's numbers exactly.
+"""
 
 from __future__ import annotations
 

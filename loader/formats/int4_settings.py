@@ -1,6 +1,6 @@
 """Reads what a `quantization_config` of compressed-tensors (`pack-quantized`) says about matrices in INT4: how many inputs share a
-scale, and whether there are zero points. Its settings for activations and KV are not used: the activations that are multiplied with
-the matrices have the model's dtype. Source: https://github.com/vllm-project/compressed-tensors.
+scale, and whether there are zero points. Settings for activations and KV are ignored: the activations that are multiplied with the
+matrices have the model's dtype. Source: https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Defines the weight format of `quantize = "int8"`: matrices are rounded to int8 as they are read, with one float32 scale for each
 output. Matrices that one matrix multiplication reads together lie end to end, and their scales follow them.
 
-In a split model each device rounds its own share of a matrix: where inputs are divided, a scale applies to the device's inputs
-only. Experts that the checkpoint holds in one tensor are refused: in some families its rows are not the outputs that would share a
-scale.
+In a split model each device rounds its own share of a matrix. If the inputs are divided, a scale is that of the device's inputs
+only. Experts that the checkpoint holds in one tensor are refused, because in some families the rows of such a tensor are inputs,
+while a scale is for an output.
 
 loader/formats/int8_rows.py rounds the matrices. The kernels (engine/cpu/kernels) multiply the int8 values directly, or convert a
 part of the matrix at a time.

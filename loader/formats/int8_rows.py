@@ -1,5 +1,5 @@
-"""Rounds the rows of a weight matrix to int8. The largest magnitude of a row becomes 127. The row's scale times the rounded
-values gives the values back.
+"""Rounds the rows of a weight matrix to int8. Each row has a scale, by which its largest magnitude becomes 127; a weight is about
+its rounded value times the scale.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ LARGEST = 127
 
 
 def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Rounds rows [N, K] (float32, bfloat16 or float16) to int8 with one scale for each row, so that values times scale give the
-    rows back. values [N, K] int8, scales [N] float32: written. Raises ValueError for rows that are not finite."""
+    """Rounds the rows of a matrix to int8, with one scale for each row; value times scale is about the weight. rows: [N, K]
+    (float32, bfloat16 or float16). values: int8 [N, K], scales: float32 [N]; both are written. Raises ValueError for rows that are
+    not finite."""
     num_rows, width = rows.shape
     at_once = max(1, ELEMENTS // width)
     wide = torch.empty(min(at_once, num_rows), width)

@@ -1,10 +1,9 @@
-"""Determines from a `quantization_config` which matrices of a quantised checkpoint are stored plain. It is used only for a plan
-made from config.json alone; if the files exist, their tensors decide.
+"""Determines from a `quantization_config` which matrices of a quantised checkpoint are stored plain. This is needed only if
+config.json alone is known; if the checkpoint's files exist, their tensors decide.
 
 compressed-tensors lists modules under `ignore`: whole names, or regular expressions (`re:`) that match a name's beginning. ModelOpt
-lists names with wildcards there, or under `exclude_modules`.
-Transformers' own formats, and AWQ, list them under `modules_to_not_convert`: names, or parts of names. GPTQ has regular expressions
-for them among the rules of `dynamic` (`-:`).
+lists names with wildcards under `ignore` or `exclude_modules`. Transformers' own formats, and AWQ, list names, or parts of names,
+under `modules_to_not_convert`. GPTQ has regular expressions among the rules of `dynamic`, where `-:` marks those of plain modules.
 """
 
 from __future__ import annotations

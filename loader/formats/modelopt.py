@@ -1,5 +1,5 @@
-"""Reads how NVIDIA's ModelOpt describes the quantisation of a checkpoint: in the `quantization_config` of config.json, or in
-hf_quant_config.json beside it, which was the only place in earlier versions. Source: https://github.com/NVIDIA/Model-Optimizer
+"""Reads how NVIDIA's ModelOpt describes the quantisation of a checkpoint. Its description is the `quantization_config` of
+config.json or, in checkpoints of earlier versions, the file hf_quant_config.json. Source: https://github.com/NVIDIA/Model-Optimizer
 (modelopt/torch/export).
 """
 
@@ -31,9 +31,9 @@ def algorithm_of(config: Mapping[str, Any]) -> str | Refused | None:
 
 
 def quant_config(text: bytes) -> Fields:
-    """Returns hf_quant_config.json as an object whose key QUANT_CONFIG_KEY holds the equivalent of a `quantization_config`. The key
-    is missing if no matrix is quantised, as in checkpoints in which only the KV is. text: the file's content. Raises
-    CheckpointError if it is not valid."""
+    """Returns hf_quant_config.json as an object that has, under the key QUANT_CONFIG_KEY, what other checkpoints have as
+    `quantization_config`. The object is empty if no matrix is quantised, as in checkpoints in which only the KV is. text: the
+    file's content. Raises CheckpointError if it is not valid."""
     fields = json_fields(text, QUANT_CONFIG_NAME)
     own = fields.mapping(QUANT_CONFIG_KEY)
     if own is None:

@@ -1,10 +1,10 @@
 """Defines the weight format of checkpoints whose experts are in MXFP4: four-bit numbers (e2m1), of which each 32 share a scale that
-is a power of two.
+is a power of two. All other matrices of such a checkpoint are plain.
 
-A tensor NAME [E, N, K] of all experts' matrices is stored as NAME_blocks [E, N, K / 32, 16] uint8, two numbers a byte with the
-first in the low four bits, and NAME_scales [E, N, K / 32] uint8, the exponents plus 127 (E8M0). Both are held as stored, so blocks
-can be read directly to their offset in memory; kernels convert them as they multiply. An exponent of 255 means NaN and is refused.
-All other matrices are plain. Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0.
+The matrices of all experts of a layer are one tensor NAME [E, N, K]. It is stored as NAME_blocks [E, N, K / 32, 16] uint8, two
+numbers a byte with the first in the low four bits, and NAME_scales [E, N, K / 32] uint8, the scales' exponents plus 127 (E8M0).
+Both are held as stored, so blocks can be read directly to their offset in memory; kernels convert them as they multiply. A stored
+exponent of 255 means NaN and is refused. Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reads what a `quantization_config` says about matrices in NVFP4: under which names the tensors of a matrix are stored.
+"""Reads from a `quantization_config` under which names a checkpoint stores the tensors of its NVFP4 matrices.
 
-Two producers are known: NVIDIA's ModelOpt (`NVFP4`), and compressed-tensors (`nvfp4-pack-quantized`, with quantised activations or
-without). Their settings for activations and KV are not used: the activations that are multiplied with the matrices have the model's
-dtype. Sources: https://github.com/NVIDIA/Model-Optimizer, https://github.com/vllm-project/compressed-tensors.
+Two producers are known: NVIDIA's ModelOpt (`NVFP4`), and compressed-tensors (`nvfp4-pack-quantized`, with or without quantised
+activations). Their settings for activations and KV are ignored: the activations that are multiplied with the matrices have the
+model's dtype. Sources: https://github.com/NVIDIA/Model-Optimizer, https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NUMBERS: dict[str, object] = {"num_bits": 4, "type": "float", "group_size": GRO
 
 
 class Nvfp4(NamedTuple):
-    """The names of the tensors in which a producer stores an NVFP4 matrix: suffixes that follow the matrix's name without
-    `.weight`. numbers: the four-bit numbers. scales: the scales of groups of inputs. whole: the scale of the whole matrix. divides:
-    whether that scale divides the other scales; else it multiplies them."""
+    """The names of the tensors in which a producer stores an NVFP4 matrix, as suffixes that follow the matrix's name without
+    `.weight`. numbers: the four-bit numbers. scales: the scales, each for 16 inputs of an output. whole: the factor of the whole
+    matrix. divides: whether the scales are divided by this factor; if not, they are multiplied by it."""
 
     numbers: str
     scales: str

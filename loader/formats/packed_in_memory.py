@@ -1,5 +1,5 @@
-"""Defines the weight format of `resident = "packed"`: bfloat16 matrices stay in memory in a lossless form of about 0.72 of their
-bytes (loader/formats/packed_rows.py), which matrix multiplications decode as they read it. They are packed as they are loaded.
+"""Defines the weight format of `resident = "packed"`. Loads pack bfloat16 matrices into a lossless form of about 0.72 of their
+bytes (loader/formats/packed_rows.py), in which they stay in memory; matrix multiplications decode it as they read it.
 
 Matrices that one matrix multiplication reads together are packed as one. A group of matrices that would not become smaller, such as
 one of very short rows, stays plain.

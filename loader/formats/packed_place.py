@@ -1,8 +1,9 @@
 """Describes where a matrix that stays packed in memory (loader/formats/packed_rows.py) lies in a model's weight range.
 
-How many escapes a matrix has is known only when it has been read. There is room for one in every ESCAPE_SHARE weights: normally
-distributed weights have one in 47, and weights with much heavier tails (Student's t with three degrees of freedom) one in 23. A
-load of a matrix with more ends with an error.
+A packed weight whose exponent has no three-bit code is an escape, and takes a further byte. How many escapes a matrix has is known
+only when it has been read, so room is kept for one in every ESCAPE_SHARE weights; a load of a matrix with more escapes fails.
+Normally distributed weights have one escape in 47, and weights with much heavier tails (Student's t with three degrees of freedom)
+one in 23.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ CODE_BYTES, START_BYTES = 8, 4
 
 
 class PackedPlace(NamedTuple):
-    """The location of a packed matrix [num_outputs, num_inputs] in a model's weight range: one block of bytes with five arrays
+    """The location of a packed matrix [num_outputs, num_inputs] in a model's weight range: consecutive bytes with five arrays
     (body, codes, bases, starts, escapes), which loader/formats/packed_rows.py explains. The matrix consists of all matrices of a
-    group of tensors, which one matrix multiplication reads together. begin_bytes: the offset at which the block of bytes begins, a
-    multiple of 64."""
+    tensor group, since one matrix multiplication reads them together. begin_bytes: the offset of the first byte, a multiple of
+    64."""
 
     begin_bytes: int
     num_outputs: int
@@ -32,7 +33,7 @@ class PackedPlace(NamedTuple):
 
     @property
     def row_body_bytes(self) -> int:
-        """The number of bytes that a row takes in the body, where the rows of a panel are interleaved."""
+        """The number of bytes that one row takes in the array `body`."""
         return num_blocks(self.num_inputs) * PANEL_BODY_BYTES // PANEL_ROWS
 
     @property
@@ -64,14 +65,14 @@ class PackedPlace(NamedTuple):
         return self.escapes_at_bytes + self.most_escapes + ESCAPES_BEHIND
 
     def row_at(self, place_bytes: int) -> int:
-        """Returns the index of the row at the offset place_bytes of the weight range. This offset is counted as if the rows' bodies
-        lay end to end, although they are interleaved."""
+        """Returns the index of a row. place_bytes: the offset in the weight range at which the row's part of the array `body` would
+        begin if rows lay end to end. In fact the rows of each panel are interleaved."""
         return (place_bytes - self.begin_bytes) // self.row_body_bytes
 
     def ranges(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Returns where the packed rows of the panels (groups of four rows) from `first` to below `last` lie: four ranges [begin,
-        end) of the weight range, in bytes, one in each of the arrays body, codes, bases and starts. Their bytes in the array of
-        escapes are left out, because they may lie anywhere in it."""
+        """Returns where the panels (groups of four rows) with the indices `first` to `last` - 1 lie: four ranges [begin, end) of
+        the weight range, in bytes, in the arrays body, codes, bases and starts. The array of escapes is left out, because a panel's
+        escapes may lie anywhere in it."""
         sizes = (
             (self.begin_bytes, PANEL_ROWS * self.row_body_bytes),
             (self.codes_at_bytes, self._panel_codes_bytes),

@@ -1,13 +1,13 @@
-"""Packs matrices of bfloat16 weights into a lossless form, in which they may stay in memory because matrix multiplications can
-decode it as they read it.
+"""Packs matrices of bfloat16 weights into a lossless form in which they can stay in memory, because matrix multiplications decode
+it as they read it.
 
-A row's base is the lowest of the seven exponents, one after the other, that most of the row's weights have. A weight is a byte with
-its mantissa and its sign, and a code of three bits: by how much its exponent is above its row's base, up to 6. Code 7 is an escape,
-whose exponent is stored in a byte of its own. So a weight takes eleven bits, and about a fifth of a bit for escapes.
+A weight is stored as a byte with its mantissa and its sign, and a code of three bits for its exponent. Each row has a base: the
+lowest of seven consecutive exponents, chosen so that as many of the row's weights as possible have one of them. Codes 0 to 6 mean
+base + code. Code 7 marks an escape, whose exponent is stored in a further byte. So a weight takes eleven bits, and on average about
+a fifth of a bit for escapes.
 
-Rows are taken four at a time (a panel; the last one is filled up with rows of no meaning), and a panel's inputs 64 at a time (a
-block). What is needed of a panel lies in the order in which a matrix multiplication takes it, so that memory is read from its
-beginning to its end:
+Four rows make a panel; the last panel is filled up with rows that are never used. 64 inputs of a panel make a block. The five
+arrays below have the order in which a matrix multiplication reads them, so that it reads memory from beginning to end:
 
     body     for each panel, each block, each of the four rows: 64 bytes, mantissa * 2 + sign
     codes    for each panel, each block, each of the four rows: three uint64, the codes' lowest bits first
@@ -15,11 +15,11 @@ beginning to its end:
     starts   for each panel the index of its first escape (uint32)
     escapes  for each panel, each block, each of the four rows: the exponents of its escapes, a byte each; then ESCAPES_BEHIND bytes
 
-Panels' escapes may lie in any order. Within the 64 weights of a row's block, place p (a byte of the body, a bit of the codes) holds
-weight ORDER[p]: so that a vector of bytes interleaved with a vector of exponents, 16 bytes of each at a time, has the weights in
-their own order. Exponent * 256 + byte is a bfloat16 whose sign is at its lowest end; rotated by one bit it is the weight.
+The escapes of different panels may lie in any order. Within the 64 weights of a row's block, place p (a byte of the body, a bit of
+the codes) holds weight ORDER[p]. With this order a vector instruction that interleaves 16 bytes of the body with 16 exponents gives
+weights in their own order. Exponent * 256 + byte is a bfloat16 whose sign is its lowest bit; rotated by one bit it is the weight.
 
-A base is 248 at most, so that what no weight uses (inputs behind a row's last one) decodes to a finite number.
+A base is at most 248, so that places without a weight (behind a row's last input) also decode to finite numbers.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def pack(weights: Any) -> PackedRows:
 
 
 def pack_rows(weights: Any, body: Any, codes: Any, bases: Any, starts: Any, escapes: Any) -> int:
-    """Packs weights [rows, K] (the bits of bfloat16 in uint16) into the arrays of their panels, which PackedRows describes, and
-    returns the number of escapes. starts: counted from the first escape of these rows. escapes: must have room for weights.size +
-    ESCAPES_BEHIND bytes."""
+    """Packs whole panels of rows into the parts of a packed matrix's arrays (see PackedRows) that belong to these panels, and
+    returns the number of escapes. weights: [rows, K] uint16, the bits of bfloat16. starts: gets indices that are counted from the
+    first escape of these rows. escapes: must have room for weights.size + ESCAPES_BEHIND bytes."""
     num_rows, num_inputs = weights.shape
     blocks = num_blocks(num_inputs)
     at_once, num_escapes = max(1, _WEIGHTS_AT_ONCE // (PANEL_ROWS * BLOCK * max(1, blocks))), 0
@@ -145,8 +145,8 @@ def _in_places(of_weights: Any, panels: int, blocks: int) -> Any:
 
 
 def unpack_rows(body: Any, codes: Any, bases: Any, starts: Any, escapes: Any, out: Any) -> None:
-    """Unpacks the weights of consecutive panels to out [rows, K] uint16. body to starts: the panels' parts of the arrays that
-    PackedRows describes. escapes: the array of escapes of the whole matrix."""
+    """Unpacks the weights of consecutive panels to out [rows, K] uint16. body, codes, bases, starts: the parts of a packed matrix's
+    arrays (see PackedRows) that belong to these panels. escapes: the array of escapes of the whole matrix."""
     num_rows, num_inputs = out.shape
     panels, blocks = len(starts), num_blocks(num_inputs)
     shape = (panels, blocks, PANEL_ROWS, BLOCK)

@@ -1,7 +1,8 @@
-"""Defines the plain weight format: numbers in the model's dtype, either stored so or converted as they are read.
+"""Defines the plain weight format: numbers in the model's dtype. Numbers that are stored in another dtype are converted as they are
+read.
 
-A large group of tensors begins at the same distance from a block's boundary as in its file, so that direct reads can write it to
-memory without a copy.
+The memory of a large group of tensors begins at the same offset within a 4 KiB block as the group does in its file, so that direct
+reads can write the group to memory without a copy.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ def not_served(key: str, value: object, served: str) -> Refused:
 
 
 def refusal_of(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the key and the reason if a setting of a format in a `quantization_config` is refused; otherwise None. Implements
-    WeightFormat.refuses. read: reads the format's settings from the configuration, or returns a Refused."""
+    """Returns (key, reason) if `read` refuses a setting in a `quantization_config`; otherwise None. Implements
+    WeightFormat.refuses. read: reads a format's settings from the configuration, or returns a Refused."""
     found = read(config)
     return found if isinstance(found, Refused) else None
 
 
 def is_read_as(read: Callable[[Mapping[str, Any]], object], settings: object, config: Mapping[str, Any]) -> bool:
-    """Returns whether a `quantization_config` has exactly the given settings of a format. Implements WeightFormat.recognises. read:
-    reads the format's settings from the configuration."""
+    """Returns whether `read` reads exactly the given settings from a `quantization_config`. Implements WeightFormat.recognises.
+    read: reads a format's settings from the configuration."""
     return read(config) == settings

@@ -1,4 +1,4 @@
-"""Lists the weight formats: every WeightFormat that this module imports, by itself or in a tuple, is served."""
+"""Lists the weight formats that are served: every WeightFormat that this module imports, either directly or within a tuple."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AS_STORED = "plain"  # the value of `resident` that asks for no format
 
 
 def asked_format(quantize: str | None, resident: str = AS_STORED) -> WeightFormat:
-    """Returns the format that the settings `quantize` and `resident` of a model ask for. Raises ValueError if there is none, or if
-    both ask for one."""
+    """Returns the weight format that a model's settings `quantize` and `resident` ask for; PLAIN if they ask for none. Raises
+    ValueError for a value that names no format, or if both settings ask for one."""
     if resident != AS_STORED and quantize not in PLAIN.settings:
         raise ValueError(f"quantize: {quantize} does not go with resident = {resident!r}; leave one of them out")
     for one in FORMATS.values():
@@ -36,13 +36,14 @@ def asked_format(quantize: str | None, resident: str = AS_STORED) -> WeightForma
 
 def held_format(shape: ModelShape, quantize: str | None, resident: str = AS_STORED) -> WeightFormat:
     """Returns the weight format in which a model is held in memory: that of its checkpoint if the checkpoint is quantised, else the
-    one that the settings `quantize` and `resident` ask for. Raises ValueError if there is no such format."""
+    one that the settings `quantize` and `resident` ask for. Raises ValueError for a setting that names no format, or if both
+    settings ask for one."""
     return stored_format(shape) if shape.stored_format else asked_format(quantize, resident)
 
 
 def why_not_resident(resident: str, shape: ModelShape, dtype: str) -> str:
-    """Returns why a model that is computed in `dtype` cannot be held in memory as the setting `resident` says, on any device; "" if
-    it can."""
+    """Returns why a model cannot be held in memory as the setting `resident` says, whatever the device; "" if it can. dtype: the
+    dtype in which the model is computed."""
     if resident == AS_STORED:
         return ""
     if shape.stored_format:
@@ -59,8 +60,8 @@ def stored_format(shape: ModelShape) -> WeightFormat:
 
 
 def recognised_format(fields: Fields, key: str = CONFIG_KEY) -> str:
-    """Returns the name of the weight format in which a checkpoint stores its matrices by its configuration; "": plain. fields: the
-    object that holds the description of the format under `key`. Raises UnsupportedModel for a format or a setting that is not
+    """Returns the name of the weight format in which a checkpoint stores its matrices, according to its configuration; "": plain.
+    fields: the object that describes the format under `key`. Raises UnsupportedModel for a format or a setting that is not
     served."""
     config = fields.values.get(key)
     if config is None or config == {}:

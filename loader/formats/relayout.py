@@ -1,5 +1,5 @@
-"""Describes how tensors of AWQ and GPTQ checkpoints are rearranged for memory. In their files the inputs of a matrix are rows and
-its outputs columns, while the kernels read all weights of an output in sequence.
+"""Describes how tensors of AWQ and GPTQ checkpoints are rearranged in memory. In the files a matrix has a row for each input and a
+column for each output; in memory the weights of an output lie one after the other, because kernels read them in that order.
 
 int4_relayout.py rearranges the numbers. Shapes: R rows of a stored tensor, C elements of a row.
 """
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Relayout(NamedTuple):
-    """A way to rearrange the numbers of a stored tensor for memory. name: what the numbers are. rows: number of stored rows that
-    become one column in memory; 0: the whole tensor is rearranged at once. spread: number of outputs whose numbers one stored
-    element contains. item_bytes: bytes of an element in memory; 0: nothing is held, and the numbers are only checked. turned:
-    whether stored rows become columns (the tensor is transposed)."""
+    """A way to rearrange the numbers of a stored tensor in memory. name: what the numbers are. rows: number of stored rows that
+    become one column in memory; 0: the whole tensor is rearranged at once. spread: number of outputs of which a stored element
+    holds numbers. item_bytes: bytes of an element in memory; 0: nothing is held, and the numbers are only checked. turned: whether
+    stored rows become columns (the tensor is transposed)."""
 
     name: str
     rows: int = 1
@@ -35,7 +35,7 @@ class Relayout(NamedTuple):
         return math.prod(self.held_shape(shape)) * self.item_bytes
 
     def unit_rows(self, shape: tuple[int, ...]) -> int:
-        """Returns the number of stored rows that must be rearranged in one go. shape: the tensor's stored shape."""
+        """Returns how many stored rows have to be read before they can be rearranged. shape: the tensor's stored shape."""
         return self.rows or shape[0]
 
 

@@ -1,8 +1,8 @@
 """Defines the weight formats of checkpoints that AWQ wrote in the order `gemm` (loader/formats/awq_settings.py).
 
-A matrix NAME.weight [N, K] is stored as NAME.qweight [K, N / 8] int32, each word with eight outputs: 0, 2, 4, 6, 1, 3, 5, 7 of them
-from the lowest four bits on; NAME.scales [G, N]; and NAME.qzeros [G, N / 8] int32, in the same order. They are rearranged as they
-are read (relayout.py); scales are held as float16.
+A matrix NAME.weight [N, K] is stored as three tensors: NAME.qweight [K, N / 8] int32, each word with eight outputs, which from the
+lowest four bits on are outputs 0, 2, 4, 6, 1, 3, 5, 7 of the eight; NAME.scales [G, N]; and NAME.qzeros [G, N / 8] int32, with
+outputs in the same order. All are rearranged as they are read (relayout.py); scales are held as float16.
 """
 
 from __future__ import annotations

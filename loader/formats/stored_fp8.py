@@ -1,9 +1,8 @@
 """Defines the weight formats of checkpoints that hold matrices in FP8 (e4m3), for all producers (loader/formats/fp8_settings.py).
 
-All have the same form in memory: the codes as stored, with the matrices that one matrix multiplication reads end to end, followed
-by float32 scales. Each output has one scale (if scales are stored for a matrix or an output) or one for each 128 inputs (if they
-are stored for blocks). A stored scale is repeated for all outputs to which it belongs, so matrices may lie end to end whatever
-their sizes.
+All formats have the same form in memory: the codes as stored, with the matrices that one matrix multiplication reads end to end,
+followed by float32 scales. Each output has one scale or, if scales are stored for blocks, one for each 128 inputs. A scale that is
+stored for several outputs is repeated for each of them, so that matrices of any size can lie end to end.
 """
 
 from __future__ import annotations
@@ -62,9 +61,10 @@ def _stored(scales: Fp8Scales, group: TensorGroup) -> list[StoredTensor]:
 
 
 def _kept(unit: str, name: str, matrix: Matrix) -> Cut | None:
-    """Returns which part of the scales of a matrix a device's share holds (WeightSlot.kept); None: all. The share may begin or end
-    at an output within a block; several devices then hold the block's scales. Raises CheckpointError if the matrix is cut at an
-    input within a block."""
+    """Returns which part of the scales of a matrix, in memory, belongs to a device's part of the matrix (WeightSlot.kept); None:
+    all. unit: MATRIX, OUTPUT or EACH_BLOCK. name: the matrix's name. The device's part may begin or end at any output; if that is
+    within a block of 128 outputs, several devices hold the block's scales. Raises CheckpointError if it begins or ends at an input
+    within a block."""
     held = matrix.whole_dims[0], _groups(unit, matrix.whole_dims[1])
     return stored_part(name, held, _HELD[unit], matrix.cut).cut
 

@@ -1,12 +1,13 @@
 """Defines the weight formats of checkpoints that GPTQ wrote (loader/formats/gptq_settings.py).
 
-A matrix NAME.weight [N, K] is stored as NAME.qweight [K / 8, N] int32, eight inputs in each word with the first in the lowest four
-bits; NAME.scales [G, N]; NAME.qzeros [G, N / 8] int32, eight outputs in each word in their order; and NAME.g_idx [K] int32, for
-each input the index of its group. Words, scales and zero points are transposed as they are read (relayout.py); scales are held as
-float16.
+A matrix NAME.weight [N, K] is stored as four tensors: NAME.qweight [K / 8, N] int32, eight inputs in each word with the first in
+the lowest four bits; NAME.scales [G, N]; NAME.qzeros [G, N / 8] int32, eight outputs in each word in their order; and NAME.g_idx
+[K] int32, for each input the index of its group, which shares a scale. Words, scales and zero points are transposed as they are
+read (relayout.py); scales are held as float16.
 
-If the inputs of a group are scattered, the weights are reordered once the matrix has been read, and each matrix multiplication
-reorders its inputs in the same way. Zero points of symmetric checkpoints are only checked.
+If the inputs of a group are scattered over the matrix, the weights are reordered once the matrix has been read, and each matrix
+multiplication reorders its inputs in the same way. In symmetric checkpoints all zero points must be 8; they are checked and not
+held.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Defines the weight formats of checkpoints that compressed-tensors wrote in INT4 (loader/formats/int4_settings.py).
 
-A matrix NAME [N, K] is stored as NAME_packed [N, K / 8] int32, eight weights in each word with the first in the lowest four bits,
-each plus 8; NAME_scale [N, G]; NAME_zero_point [N / 8, G] int32, eight outputs in each word, each plus 8, if it is not symmetric;
-and NAME_shape [2], its shape, which is not read. Words are little-endian, so a byte is two weights, the first in its low bits.
+A matrix NAME [N, K] is stored as up to four tensors: NAME_packed [N, K / 8] int32, eight weights in each word with the first in the
+lowest four bits, each plus 8; NAME_scale [N, G] for G groups of inputs; in checkpoints that are not symmetric, NAME_zero_point [N /
+8, G] int32, eight outputs in each word, each plus 8; and NAME_shape [2], which is not used. Words are little-endian, so each byte
+has two weights, the first in its low bits.
 
 Words are held as stored, and may be read directly into the weight range. Scales are held in 16 bits: float16 if that is the dtype
-in config.json, else bfloat16. A scale that this dtype cannot represent is refused with its tensor's name.
+in config.json, else bfloat16. A load fails if a scale cannot be represented in this dtype.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Defines the weight format of checkpoints that compressed-tensors wrote as `int-quantized`: int8 matrices with one scale for each
 output.
 
-In memory it is the same as the format of `quantize = "int8"`, but nothing is rounded: the checkpoint holds the int8 values, and the
-scales as NAME_scale of shape [N, 1], which become float32. The checkpoint's settings for activations are not used: the activations
-that are multiplied with the matrices have the model's dtype, which is more exact. Source:
-https://github.com/vllm-project/compressed-tensors.
+The form in memory is that of `quantize = "int8"`, but nothing is rounded: the checkpoint holds the int8 values, and the scales as
+NAME_scale of shape [N, 1], which become float32. Settings for activations are ignored: the activations that are multiplied with the
+matrices have the model's dtype. Source: https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Defines the weight formats of checkpoints in NVFP4 (loader/formats/nvfp4_settings.py): four-bit numbers (e2m1), a scale in FP8
-(e4m3) for each 16 inputs of an output, and a float32 factor for the whole matrix, by which all its scales are multiplied or
-divided.
+(e4m3) for each 16 inputs of an output, and for each matrix a float32 factor, by which all its scales are multiplied or divided.
 
 A matrix NAME [N, K] is stored as numbers [N, K / 2] uint8, two in each byte with the first in the low four bits, scales [N, K /
-16], and the float32. Numbers are held as stored, and may be read directly into the weight range. Matrices that one matrix
-multiplication reads together lie end to end; after them come their scales, and then a float32 factor for each output, because the
-matrices may have different factors. A divisor is held as its inverse, rounded to float32. Source:
+16], and the factor. Numbers are held as stored, and may be read directly into the weight range. Matrices that one matrix
+multiplication reads together lie end to end. After them come their scales, and then a float32 factor for each output, because the
+matrices may have different factors. A factor by which scales are divided is held as its inverse, rounded to float32. Source:
 https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference.
 """
 

@@ -1,8 +1,8 @@
-"""Cuts the stored tensors of a matrix in the same way as the matrix itself, for a device's share of a model
+"""Cuts the stored tensors of a matrix when the matrix itself is cut, to give a device its share of a model
 (loader/sizes/slices.py).
 
-If a format stores several numbers in a word, or has one scale for several numbers, a matrix can be cut only between words or
-between such groups of numbers.
+If a format stores several numbers in a word, or has one scale for several numbers, a matrix can be cut only between such groups of
+numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from loader.errors import CheckpointError
 
 
 class Along(NamedTuple):
-    """The axis of a stored tensor that corresponds to one axis (outputs or inputs) of its matrix. axis: the index of this axis.
-    num: how many outputs or inputs of the matrix one element of the tensor stands for, for example those in a word, or those that
-    share a scale."""
+    """The correspondence of one axis of a matrix (outputs or inputs) to an axis of a stored tensor. axis: the index of the axis in
+    the stored tensor. num: how many outputs or inputs of the matrix one element along this axis stands for, for example those in a
+    word, or those that share a scale."""
 
     axis: int
     num: int = 1
@@ -32,8 +32,8 @@ EACH_OUTPUT: Axes = (Along(0), None)
 
 
 class Matrix(NamedTuple):
-    """A matrix of a tensor group, or a device's part of the matrix. dims: the dimensions of what is held. cut: which part of the
-    matrix that is; None: the whole matrix."""
+    """A matrix of a tensor group, or a device's part of the matrix. dims: the dimensions of the matrix or, if it is cut, of the
+    part. cut: which part of the matrix it is; None: the whole matrix."""
 
     name: str
     dims: Dims
@@ -63,9 +63,9 @@ def matrices_of(group: TensorGroup) -> Iterator[Matrix]:
 
 
 def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPart:
-    """Returns the part of a stored tensor that a device's share of its matrix needs. name, shape: those of the whole tensor. axes:
-    where the matrix's axes lie in the tensor. cut: which part of the matrix the share has; None: the whole matrix. Raises
-    CheckpointError for a cut between numbers that are stored in one element, or that share a scale."""
+    """Returns the part of a stored tensor that a device needs for its part of the matrix. name, shape: those of the whole tensor.
+    axes: for each axis of the matrix, the axis of the tensor. cut: which part of the matrix the device has; None: the whole matrix.
+    Raises CheckpointError for a cut between numbers that are stored in one element, or that share a scale."""
     if cut is None:
         return StoredPart(shape, None)
     of_experts = stored_part(name, shape, axes, cut.experts)

@@ -1,5 +1,5 @@
-"""Describes weight formats: which setting asks for a format or how a checkpoint in it is recognised, what such a checkpoint holds,
-how matrices are laid out in memory, which kernels they need, and where the format is supported.
+"""Describes weight formats: which setting asks for a format, how a checkpoint in it is recognised and what tensors it holds, how
+matrices are laid out in memory, which kernels they need, and where the format is supported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FLOATS = ("F32", "BF16", "F16")  # safetensors' names
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that a checkpoint must hold. dtypes: safetensors' names of the dtypes that it may have. is_scale: dimensions of 1 at
-    the end of its shape may be left out, because producers differ in that."""
+    """A tensor that a checkpoint must hold. dtypes: the dtypes that it may have, by their names in safetensors. is_scale: whether
+    dimensions of 1 at the end of its shape may be missing in the file, because producers differ in that."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,26 +39,26 @@ class WeightSlot(NamedTuple):
 
     name, shape: as in the checkpoint. offset_bytes, num_bytes: where it begins, and how long it is. stage: the part of a forward
     pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers. held_as: the dtype in
-    memory, if it is the stored one or one to which numbers are converted; "": the model's dtype, or int8 if the load quantises.
+    memory; "": the model's dtype, or int8 if the load quantises.
 
     Of quantised matrices: scales_at_bytes: where the matrix's scales begin in the weight range (for NVFP4, those of its whole
-    group); -1: the parameter has no such scales. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the tensor with the groups
-    of its inputs, how many inputs of a row share a scale; 0: the parameter is none of these. relayout: how its numbers are
+    tensor group); -1: the parameter has no such scales. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the tensor with the
+    groups of its inputs, how many inputs of a row share a scale; 0: the parameter is none of these. relayout: how its numbers are
     rearranged; None: they are held in the stored order.
 
-    joint: a name that several parameters have in common if none of them can be used before all have been read, because only then
-    the inputs of their weights are reordered; "": the parameter depends on no other.
+    joint: a name that several parameters have in common if they can be used only when all of them have been read, because the
+    inputs of their weights are reordered then; "": the parameter depends on no other.
 
-    Of scales: repeats: for scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last row as many as
-    are left); 0: the parameter is not such scales. inverse: for repeated scales, whether their inverses are held. kept: for
-    repeated scales of which only a part is held (`shape` is then the whole tensor's), which part of the elements that the whole
-    tensor would fill, with a row for each output and a column for each group of inputs; None: all.
+    repeats: for scales that are converted to float32 with one row for each row of the matrix (of FP8 and stored int8 matrices, and
+    the factors of NVFP4 matrices), how many rows of memory each stored row fills; the last row may fill fewer. 0: the parameter is
+    not such scales. inverse: whether the inverses of these scales are held. kept: if a device holds only a part of these scales,
+    which part, as a cut of [outputs, groups of inputs], while `shape` is the whole tensor's; None: all.
 
     cut: for a split model, which part of the stored tensor the parameter is; `shape` is then the part's; None: the whole tensor.
 
     packed: the location of the packed matrix that the parameter is a part of; None: it is not packed in memory. In a packed matrix,
-    offset_bytes and num_bytes are those of the body of the parameter's rows, as though rows lay end to end, and `joint` is shared
-    by all parameters of the matrix."""
+    offset_bytes and num_bytes are counted as though the rows of the array `body` lay end to end, and all parameters of the matrix
+    have the same `joint`."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,9 +78,9 @@ class WeightSlot(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """The ranges [begin, end) of the weight range, in bytes, that are complete once this parameter and all others with the same
-        `joint` have been read. For a packed matrix, which may consist of several parameters, the first of them has the range of the
-        whole matrix, and the others have none."""
+        """The ranges [begin, end) of the weight range, in bytes, that are complete once this parameter has been read, with all
+        others of the same `joint`. If several parameters make up a packed matrix, the first of them has the range of the whole
+        matrix, and the others have none."""
         if (packed := self.packed) is not None:
             return [(packed.begin_bytes, packed.end_bytes)] if self.offset_bytes == packed.begin_bytes else []
         places = [(self.offset_bytes, self.offset_bytes + self.num_bytes)]
@@ -101,9 +101,9 @@ class WeightSlot(NamedTuple):
 
 class Space(NamedTuple):
     """The free space of the weight range in which a format lays out the next group of tensors. offset_bytes: the offset of the
-    first free byte. item_bytes: bytes of an element of the model's dtype. block_offset: the distance in bytes from a block's
-    boundary at which the group begins in its file; -1: it does not matter. stage: the part of a forward pass that first needs the
-    group (WeightSlot.stage). stored_dtype: the dtype in config.json."""
+    first free byte. item_bytes: bytes of an element of the model's dtype. block_offset: the offset within a 4 KiB block at which
+    the group begins in its file; -1: it does not matter. stage: the part of a forward pass that first needs the group
+    (WeightSlot.stage). stored_dtype: the dtype in config.json."""
 
     offset_bytes: int
     item_bytes: int
@@ -113,9 +113,9 @@ class Space(NamedTuple):
 
     @property
     def begin_bytes(self) -> int:
-        """The offset in the weight range at which the next tensor group must begin. It has the same distance from a block's
-        boundary as the group has in its file, so that the group may be read without a copy; if that does not matter, it is a
-        multiple of 64."""
+        """The offset in the weight range at which the next tensor group begins. Within a 4 KiB block it is the same as the group's
+        offset in its file (block_offset), so that the group may be read without a copy; if block_offset is -1, it is a multiple of
+        64."""
         offset = self.offset_bytes
         return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 
@@ -126,8 +126,8 @@ def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
 
 
 def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
-    """Refuses models whose family stacks all experts of a layer in one tensor with alternating rows of gate and up, by raising
-    UnsupportedModel: such experts are served in MXFP4 only."""
+    """Raises UnsupportedModel for a model whose family stacks all experts of a layer in one tensor with alternating rows of gate
+    and up. Such experts are served in MXFP4 only."""
     if shape.experts is not None and shape.experts.stack == ALTERNATING:
         message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
         raise fields.unsupported("quantization_config", message)
@@ -135,35 +135,35 @@ def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
 
 @dataclass(slots=True, frozen=True)
 class WeightFormat:
-    """A way to hold the matrices of layers and, if it is lossless (`resident`), embeddings and heads. All other parameters of a
-    model are plain.
+    """A way to hold the matrices of layers in memory; a lossless format (`resident`) holds embeddings and heads, too. All other
+    parameters of a model are plain.
 
     name: used in messages and logs. settings: values of the setting `quantize` that ask for the format. resident: the value of the
     setting `resident` that asks for it; "": there is none.
 
     place: lays out one group of tensors, or a device's share of it (with cuts). It returns the group's slots and the offset of the
-    first free byte after them, and raises CheckpointError if numbers of rows or columns, also those of the cuts, are not what the
-    format needs. stored: lists the tensors of one group that a checkpoint holds.
+    first free byte after them, and raises CheckpointError for numbers of rows or columns that the format does not allow. stored:
+    returns the tensors that a checkpoint in the format holds for one group.
 
-    recognises: returns whether a checkpoint with a given `quantization_config` is in the format; None: no checkpoints have this
-    format. title: the format's name for such checkpoints in messages. refuses: returns the key and the reason for a setting in a
-    `quantization_config` of this format that is not served; None if there is none, or if the configuration is of another format.
-    otherwise: the name of the format that such a checkpoint has if it holds no tensor whose name ends with scale_suffix; "": there
-    is no other. ignores: returns whether such a checkpoint may hold a given tensor in addition.
+    recognises: returns whether a `quantization_config` is that of a checkpoint in the format; None: no checkpoints have this
+    format. title: the format's name for such checkpoints in messages. refuses: returns (key, reason) for a setting in a
+    `quantization_config` of this format that is not served, else None. scale_suffix, otherwise: if a checkpoint that is recognised
+    holds no tensor whose name ends with scale_suffix, its format is the one named `otherwise`; "": there is no such format.
+    ignores: returns whether a checkpoint in the format may hold a given tensor in addition.
 
     kernels: the set of kernels (engine/cpu/kernel_units.py) that the format needs besides those of the dtype; "": none.
     expert_kernels: the further set that mixtures of experts in this format need; "": none. widened_bytes: bytes of a matrix that a
-    step holds in the model's dtype at a time.
+    step converts to the model's dtype at a time.
 
     device_kinds: the kinds of devices (cuda, cpu) that have kernels for the format; (): all. runs_encoders, runs_experts: whether
-    the format is supported for encoders, and for mixtures of experts. runs_stacks: if runs_experts, whether also for experts of
-    which the checkpoint holds all of a layer in one tensor. check: raises UnsupportedModel for a model that is not served in the
-    format; its arguments are config.json and the shape.
+    the format is supported for encoders, and for mixtures of experts. runs_stacks: whether it is supported for experts of which the
+    checkpoint holds all of a layer in one tensor; only if runs_experts. check: raises UnsupportedModel for a model that is not
+    served in the format; its arguments are config.json and the shape.
 
     reorders: whether a step copies the inputs of such matrices into another order before it multiplies. waits_for_kernels: whether
     loads to a cpu device wait until the format's kernels are compiled, because the reference implementation is too slow to serve a
-    model. load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: returns the dtype of a group's first
-    tensor in memory if it is also the stored one, so that the tensor may be read directly to its offset; "": the model's dtype."""
+    model. load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: for a group of tensors, returns the
+    dtype that its first tensor must have in the file to be read directly to its offset in memory; "": the model's dtype."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -191,7 +191,7 @@ class WeightFormat:
 
     @property
     def setting(self) -> str:
-        """The setting that asks for the format, as in a configuration file, without its value."""
+        """The name of the setting that asks for the format in a configuration file: "resident" or "quantize"."""
         return "resident" if self.resident else "quantize"
 
     def runs_on(self, kind: str) -> bool:
@@ -199,8 +199,8 @@ class WeightFormat:
         return not self.device_kinds or kind in self.device_kinds
 
     def unbuilt_experts(self, shape: ModelShape) -> str:
-        """Returns the kind of experts that the model has, as words for a message, if the format does not support that kind; "" if
-        it does, or if the model has no experts."""
+        """Returns words for a message that name the model's kind of experts, if the format does not support that kind; "" if it
+        does, or if the model has no experts."""
         if shape.experts is not None and not self.runs_experts:
             return "mixtures of experts"
         if shape.experts is not None and shape.experts.stacked and not self.runs_stacks:
