@@ -52,9 +52,9 @@ _OTHER_TENSORS = {
 
 @dataclass(slots=True, frozen=True)
 class AdapterModule:
-    """The update that an adapter adds to one matrix W [outputs, inputs] of its base model: scale * up @ down. name: the module's
-    name in the adapter; the base model's tensor has this name followed by ".weight". down: the tensor lora_A [rank, inputs]. up:
-    the tensor lora_B [outputs, rank]."""
+    """A module of an adapter: two matrices that change one matrix W [outputs, inputs] of the base model, to which scale * up @ down
+    is added. name: the module's name; the base model's tensor has this name followed by ".weight". down: the tensor lora_A [rank,
+    inputs]. up: the tensor lora_B [outputs, rank]."""
 
     name: str
     rank: int
@@ -65,9 +65,9 @@ class AdapterModule:
 
 @dataclass(slots=True, frozen=True)
 class Adapter:
-    """A LoRA adapter. base: the model for which it was made, as its config names it (a name at the hub or a path), or "". modules:
-    its modules in the order of the file, at least one. digest: a hash of the config and of the header; equal digests mean equal
-    modules."""
+    """A LoRA adapter. base: the name or path of the model for which it was made, as its config gives it; "": the config gives none.
+    modules: at least one, in the order of the file. digest: a hash of the config and of the weight file's header; adapters with
+    equal digests have the same modules."""
 
     base: str
     modules: tuple[AdapterModule, ...]
@@ -86,8 +86,8 @@ class Adapter:
 
 def parse_adapter(config_text: bytes, header: Header) -> Adapter:
     """Returns the adapter that a folder's files describe. config_text: the content of adapter_config.json. header: the header of
-    the weight file. Raises UnsupportedModel for another kind of adapter, and CheckpointError; both name the key of the config, or
-    the file and tensor, that is at fault."""
+    the weight file. Raises UnsupportedModel for an adapter of another kind, and CheckpointError for files that are not valid; both
+    name the key of the config, or the file and tensor, that is at fault."""
     fields = json_fields(config_text, CONFIG_NAME)
     _refuse_variants(fields)
     base = fields.values.get("base_model_name_or_path")
@@ -105,8 +105,8 @@ def parse_adapter(config_text: bytes, header: Header) -> Adapter:
 
 
 def check_config(config_text: bytes) -> None:
-    """Raises UnsupportedModel or CheckpointError if the config alone shows that the adapter cannot be served. config_text: the
-    content of adapter_config.json."""
+    """Raises UnsupportedModel or CheckpointError if adapter_config.json alone shows that the adapter cannot be served. config_text:
+    the file's content."""
     _refuse_variants(json_fields(config_text, CONFIG_NAME))
 
 
@@ -126,9 +126,9 @@ def _refuse_variants(fields: Fields) -> None:
 
 
 def _pairs(header: Header) -> dict[str, tuple[TensorRef, TensorRef]]:
-    """Returns the tensors of all modules that the adapter's file has: the module's name in the base model -> (lora_A, lora_B).
-    Raises UnsupportedModel for another kind of tensor, and CheckpointError for a tensor without its counterpart, of another dtype,
-    or packed, and if there are no modules or too many."""
+    """Returns the tensors of all modules of an adapter: the module's name in the base model -> (lora_A, lora_B). header: the header
+    of the adapter's weight file. Raises UnsupportedModel for a tensor of another kind. Raises CheckpointError for a tensor whose
+    counterpart is missing, whose dtype is not supported, or that is packed, and if there are no modules or too many."""
     downs, ups = dict[str, TensorRef](), dict[str, TensorRef]()
     for tensor in header.tensors:
         for half, suffix in ((downs, _DOWN), (ups, _UP)):
@@ -174,12 +174,12 @@ def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
 
 
 class _PerModule:
-    """A number, the rank or alpha, that an adapter's config gives for all modules (under key) and for some modules by name (under
-    pattern_key).
+    """A number that an adapter's config gives for all modules (under `key`) and differently for some modules by name (under
+    `pattern_key`): the rank or alpha.
 
     PEFT reads such a name as a regular expression for the end of a module's full name, starting at the beginning of the full name
-    or after a dot. PEFT and trainers write only plain names. Other expressions are refused with UnsupportedModel, since Python may
-    take any time to match an expression from a file."""
+    or after a dot. PEFT and trainers write only plain names. Other expressions are refused with UnsupportedModel, because Python
+    may take any time to match an expression from a file."""
 
     def __init__(self, fields: Fields, key: str, pattern_key: str) -> None:
         self._key, self._pattern_key = key, pattern_key
@@ -193,8 +193,8 @@ class _PerModule:
             self._special.setdefault(name, (place, each, self._read(given, each)))
 
     def of(self, module: str) -> tuple[float, str]:
-        """Returns the rank or alpha of a module, and the key of the config that gives it. module: the module's full name. If
-        several names in the config fit the module, the first one counts."""
+        """Returns (the rank or alpha of a module, the key of the config that gives it). module: the module's full name. If several
+        names under `pattern_key` fit the module, the first in the file counts."""
         parts = module.split(".")
         names = [f"^{module}", *(".".join(parts[at:]) for at in range(len(parts)))]
         found = min((self._special[name] for name in names if name in self._special), default=None)

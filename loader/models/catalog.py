@@ -1,8 +1,9 @@
-"""Lists the models in a folder. The scan is cheap: it reads names, sizes and headers of files, but no tensor data, and does not
+"""Lists the models in a folder. A scan is cheap: it reads names, sizes and headers of files, but no tensor data, and does not
 import torch.
 
-A folder is a model if it has config.json and every file that its index names, each as long as its header says. Until then it is
-listed as incomplete, with the reason. A folder with adapter_config.json is a LoRA adapter; it may also lie in a model's folder.
+A folder is a complete model if it has config.json and every file that its index names, each as long as its header says. A folder
+that has only some of these is listed as incomplete, with the reason. A folder with adapter_config.json is a LoRA adapter; it may
+also lie in a model's folder.
 """
 
 from __future__ import annotations
@@ -71,22 +72,22 @@ SIDE_FILES = (CONFIG_NAME, QUANT_CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The folder of a model, or of a LoRA adapter.
+    """The findings of a scan in the folder of a model, of a LoRA adapter, or of a head that drafts tokens for other models.
 
     complete: whether it can be loaded. If not, `reason` says what is missing (it may still arrive), or `error` what is wrong (it
     stays wrong until the files change).
 
-    shape: the model's shape; None if config.json can't be used. predicting: the shape with the model's predictor, if the files hold
-    one that can draft tokens; None: they do not, or predictor_error says what is wrong with it. notes: sentences for operators
-    about what is in the files and is not used. weights_bytes: dtype -> bytes of weights that an engine holds, without the
-    predictor.
+    shape: the model's shape; None if config.json can't be used, or if the folder holds no model. predicting: the shape with the
+    model's predictor, if the files hold one that can draft tokens; None: they hold none, or predictor_error says what is wrong with
+    it. notes: sentences for operators about tensors in the files that are not used. weights_bytes: dtype -> bytes of weights that
+    an engine holds, without the predictor.
 
-    fingerprint: a hash of names, sizes, times, configuration texts and headers. files_id: the same without times, so that a copy of
-    the files has the same one. packed_files: the same weights in packed form, if `files` are plain. packed_reason: why existing
-    packed files can't be used.
+    fingerprint: a hash of the files' names, sizes and times, of the configuration texts and of the weight files' headers. files_id:
+    the same without times, so that copies of the files have equal ones. packed_files: files with the same weights in packed form,
+    if `files` are plain. packed_reason: why packed files that exist can't be used.
 
-    is_adapter: whether it is an adapter's folder, which has no shape. adapter: the adapter that the files describe; None unless it
-    is complete. head: the head that the files describe, which drafts tokens for other models; such a folder has no shape either."""
+    is_adapter: whether the folder is an adapter's. adapter: the adapter that the files describe; None unless it is complete. head:
+    the draft head that the files describe; None: the folder is not a head's."""
 
     name: str
     path: str
@@ -131,15 +132,16 @@ class Seen:
 def scan(
     models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None, named: Mapping[str, str] | None = None
 ) -> dict[str, Checkpoint]:
-    """Returns all models below models_dir by name (their path below it), sorted. previous: the result of the last scan, from which
-    checkpoints of folders that have not changed are taken. named: name -> folder of further LoRA adapters, which may lie anywhere.
-    Raises OSError if models_dir itself can't be read, or if no more files can be opened."""
+    """Returns all models, adapters and draft heads below models_dir by name, sorted. A name is the path below models_dir, except in
+    a Hugging Face cache (`walk`). previous: the result of the last scan, from which checkpoints of folders that have not changed
+    are taken. named: name -> folder of further LoRA adapters, which may lie anywhere. Raises OSError if models_dir itself can't be
+    read, or if no more files can be opened."""
     return merged(chain(walk(models_dir, previous), named_adapters(named or {}, previous)))
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the checkpoints by name, sorted, each name once. Of several with the same name one is taken, in this order of
-    preference: an adapter whose folder was given by name, a folder below the models folder, a model in a Hugging Face cache."""
+    """Returns the checkpoints by name, sorted. If several have the same name, only one is taken: rather an adapter whose folder was
+    given by name than a folder below the models folder, and rather that than a model in a Hugging Face cache."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     named: dict[str, Checkpoint] = {}
@@ -158,13 +160,15 @@ def walk(
     silent: Mapping[str, str] | None = None,
     watched: Callable[[str], None] = lambda folder: None,
 ) -> Iterator[Seen]:
-    """Yields every model below models_dir as it is found. A Hugging Face cache's `models--org--name` is named `org/name`. Raises
-    OSError if models_dir itself can't be read, or if no more files can be opened.
+    """Yields every model, adapter and draft head below models_dir as it is found. Names are paths below models_dir; a Hugging Face
+    cache's `models--org--name` is named `org/name`. Raises OSError if models_dir itself can't be read, or if no more files can be
+    opened.
 
-    previous: the last scan's result; a folder whose names, sizes and times have not changed is taken from it, and none of its
-    files is opened. looking: called with each path before it is looked at, since a file system may take any time to answer.
-    silent: paths that must not be looked at, each with the reason as the end of a sentence; a folder among them is listed as an
-    incomplete model. watched: called with each folder in which a change would matter; it need not exist yet."""
+    previous: the last scan's result; if the names, sizes and times of a folder's files have not changed, the checkpoint is taken
+    from it and no file is opened. looking: called with each path before the file system is asked about it, since the answer may
+    take any time. silent: path -> reason why the path must not be looked at, as the end of a sentence; a folder among them is
+    listed as an incomplete model. watched: called with each folder in which a change would matter, even if the folder does not
+    exist yet."""
     root, silent = Path(models_dir), silent or {}
     above = _identities_above(root)
     folders = [(root, "", 0, False)]
@@ -242,9 +246,9 @@ def named_adapters(
     watched: Callable[[str], None] = lambda folder: None,
 ) -> Iterator[Seen]:
     """Yields the LoRA adapters in given folders, which may lie anywhere. named: name -> folder; a folder that holds no adapter is
-    yielded as a checkpoint with an error. previous: the last scan's result, from which folders that have not changed are taken.
-    looking, watched: both are called with each folder before it is read. silent: folder -> reason why it must not be looked at; it
-    is yielded as incomplete. Raises OSError if no more files can be opened."""
+    yielded as a checkpoint with an error. previous: the last scan's result, from which checkpoints of folders that have not changed
+    are taken. looking, watched: both are called with each folder before it is read. silent: folder -> reason why the folder must
+    not be looked at; it is yielded as incomplete. Raises OSError if no more files can be opened."""
     for name, path in named.items():
         if path in (silent or {}):
             checkpoint = Checkpoint(name, path, reason=(silent or {})[path], is_adapter=True)
@@ -270,8 +274,8 @@ def _named_adapter(name: str, path: str, previous: Checkpoint | None) -> Checkpo
 
 
 def _identities_above(root: Path) -> set[tuple[int, int]]:
-    """Returns (device, inode) of the models folder `root` and of all folders above it. A link to one of these folders must not be
-    followed: the scan would find the models folder again below itself."""
+    """Returns (device, inode) of the models folder `root` and of each folder that contains it. If a link below the models folder
+    leads to one of them, the scan must not follow it, since it would find the models folder again below itself."""
     found = set()
     for folder in (root.resolve(), *root.resolve().parents):
         try:
@@ -283,9 +287,10 @@ def _identities_above(root: Path) -> set[tuple[int, int]]:
 
 
 def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tuple[int, int]]) -> bool:
-    """Returns whether the link in `folder` must not be followed, for one of these reasons: its target is a folder that contains the
-    link (also by the path below the models folder `root`); it is in /proc or /sys, where each process has links to everywhere; or
-    it does not exist. above: (device, inode) of the models folder and of all folders above it."""
+    """Returns whether the scan must not follow a link. That is so if the link leads to the models folder `root`, to a folder above
+    it, or to one of the folders on the path from `root` to `folder`; if it leads into /proc or /sys, where each process has links
+    to everywhere; and if its target does not exist. folder: the folder in which the scan found the link. above: (device, inode) of
+    the models folder and of all folders above it."""
     try:
         stat = link.stat()
         if (stat.st_dev, stat.st_ino) in above or stat.st_dev in {
@@ -312,31 +317,31 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
-    """Returns the checkpoint in a folder, complete or not; if the files are not those of a model, the checkpoint says what is
-    missing or wrong. name: the checkpoint's name; by default the folder's name. Raises OSError if it is not a readable folder."""
+    """Returns the checkpoint in a folder, complete or not. If the files are not those of a model, the checkpoint says what is
+    missing or wrong. name: the checkpoint's name; None: the folder's name. Raises OSError if `path` is not a readable folder."""
     folder = Path(path)
     files = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and _is_file(entry)]
     return _scan_folder(folder, name or folder.name, files, None)
 
 
 def holds_model(folder: str | Path) -> bool:
-    """Returns whether the scan lists a folder as a model, complete or not, because of the names of its files; the scan then does
-    not search the folders below it for models. Raises OSError if the folder can't be read."""
+    """Returns whether the scan lists a folder as a model, complete or not, which the names of its files decide. The scan does not
+    search the folders below such a folder for further models. Raises OSError if the folder can't be read."""
     with os.scandir(folder) as entries:
         return _looks_like_model({entry.name for entry in entries if not entry.name.startswith(".") and not _is_dir(entry)})
 
 
 def holds_adapter(folder: str | Path) -> bool:
-    """Returns whether the scan lists a folder as a LoRA adapter, because of the names of its files; the folder may also lie within
-    a model's folder. Raises OSError if the folder can't be read."""
+    """Returns whether the scan lists a folder as a LoRA adapter, which the names of its files decide. The folder may also lie
+    within a model's folder. Raises OSError if the folder can't be read."""
     with os.scandir(folder) as entries:
         return _is_adapter({entry.name for entry in entries if not entry.name.startswith(".") and _is_file(entry)})
 
 
 def holds_head(folder: str | Path) -> bool:
-    """Returns whether the folder's config.json describes a head that drafts tokens for a model (EAGLE-3); True also if config.json
-    cannot be read or is no valid JSON and weights lie beside it, because the file may be a damaged head's. Raises OSError if the
-    folder can't be read."""
+    """Returns whether a folder holds a head that drafts tokens for a model (EAGLE-3), according to its config.json. If config.json
+    is damaged or unreadable, returns whether the folder holds weights, since they may be a head's. Raises OSError if the folder
+    can't be read."""
     try:
         return eagle.is_head(json_fields(read_regular(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES), CONFIG_NAME))
     except FileNotFoundError:
@@ -354,15 +359,16 @@ def _looks_like_model(names: set[str]) -> bool:
 
 
 def is_model_itself(folder: str | Path) -> bool:
-    """Returns whether the folder that was configured as the models folder is the folder of a single model. Raises OSError if the
+    """Returns whether a folder that was configured as the models folder is the folder of one model instead. Raises OSError if the
     folder can't be read."""
     names = os.listdir(folder)
     return CONFIG_NAME in names and any(name.endswith(".safetensors") for name in names)
 
 
 def _is_adapter(names: Collection[str]) -> bool:
-    """Returns whether files with these names make a folder that of a LoRA adapter. Some adapters come with the config.json of their
-    base model. Then the folder must have the adapter's configuration and weights, and no weights of a model."""
+    """Returns whether a folder with files of these names is that of a LoRA adapter: it has the adapter's configuration. Some
+    adapters come with the config.json of their base model; a folder with a config.json must also have the adapter's weights, and no
+    weights of a model."""
     if CONFIG_NAME not in names:
         return lora.CONFIG_NAME in names
     own = lora.CONFIG_NAME in names and lora.WEIGHTS_NAME in names
@@ -513,16 +519,16 @@ def _sum_up(
 
 
 def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
-    """Returns the shape with its fields stored_format, plain_groups and block_offsets set as the checkpoint stores its tensors.
-    names: the names of all stored tensors. tensors: the same tensors, from the files' headers. Raises CheckpointError if of the
-    tensors of one group, which one matrix multiplication reads, only some are quantised."""
+    """Returns the shape with its fields stored_format, plain_groups and block_offsets set according to a checkpoint's tensors.
+    names: the names of all stored tensors. tensors: the same tensors, from the files' headers. Raises CheckpointError if, in a
+    group of matrices that one matrix multiplication reads, some are quantised and some are not."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
     return replace(shape, block_offsets=layout.block_offsets(shape, tensors))
 
 
 def notes_on(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns sentences for operators about tensors that are in the files and are not used. names: the names of all stored
+    """Returns sentences for operators about tensors that the files hold and that are not used. names: the names of all stored
     tensors."""
     note = unused_kv_scales(names)
     return (note,) if note else ()
@@ -577,8 +583,8 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def check_counts(shape: ModelShape, num_tensors: int) -> None:
-    """Raises CheckpointError if the files hold too few tensors (num_tensors) for the model: fewer than it has layers, or than it
-    has experts if these are stored one by one. Called before anything lists all layers, since config.json may name any number of
+    """Raises CheckpointError if the files hold fewer tensors (num_tensors) than the model has layers or, if experts are stored one
+    by one, than it has experts in all layers. Called before anything lists all layers, since config.json may give any number of
     them."""
     if shape.num_layers > num_tensors:
         raise CheckpointError(
@@ -591,8 +597,9 @@ def check_counts(shape: ModelShape, num_tensors: int) -> None:
 
 
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
-    """Raises CheckpointError, which names file and tensor, unless the files hold every parameter of the model with its shape and a
-    supported dtype, and no other tensors but those that the model ignores. headers: file name -> header."""
+    """Checks that the files hold every parameter of the model with its shape and a supported dtype, and no other tensors except
+    those that the model ignores. Raises CheckpointError, which names file and tensor, if they do not. headers: file name ->
+    header."""
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
     what = f"{shape.architecture} with this config.json"
     check_tensors(layout.stored_tensors(shape), tensors, partial(layout.is_ignored_tensor, shape), what, ", ".join(headers))
@@ -601,11 +608,12 @@ def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
 def check_tensors(
     stored: Iterable[StoredTensor], tensors: Iterable[TensorRef], is_ignored: Callable[[str], bool], what: str, files: str
 ) -> None:
-    """Checks the tensors in the files, `tensors`, against those that are needed, `stored`. Raises CheckpointError, which names file
-    and tensor, unless all of `stored` are there with their shapes and dtypes, and no others except ignored ones.
+    """Checks that files hold all tensors that are needed, with their shapes and dtypes, and no others except ignored ones. Raises
+    CheckpointError, which names file and tensor, if they do not.
 
-    is_ignored: returns whether a further tensor of a given name is allowed. what: what asks for the tensors, such as
-    "LlamaForCausalLM with this config.json"; files: where they are looked for; both are parts of messages."""
+    stored: the tensors that are needed. tensors: those in the files. is_ignored: returns whether a further tensor of a given name
+    is allowed. what, files: parts of messages: what needs the tensors, such as "LlamaForCausalLM with this config.json", and the
+    names of the files."""
     wanted = {tensor.name: tensor for tensor in stored}
     for tensor in tensors:
         expected = wanted.pop(tensor.name, None)

@@ -1,5 +1,5 @@
-"""Checks the folder of a registered model again before its weights are read, and opens its files only if they are those that the
-scan checked.
+"""Scans the folder of a registered model again before its weights are read, and opens a weight file only if it is the one that the
+scan saw.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from loader.models.catalog import Checkpoint, scan_one
 
 
 def scanned_again(path: str | Path, fingerprint: str, kind: str, name: str = "") -> Checkpoint:
-    """Scans the folder of a registered model or adapter again, and returns its checkpoint, which is complete. fingerprint: the
-    registered fingerprint; "" accepts any. kind: "model", "adapter" or "head", for messages. name: the name by which it is
-    registered; "": the folder's name. Raises CheckpointError (permanent) if the files are at fault, or CheckpointChanged if they
-    differ from the registered ones or are incomplete again."""
+    """Scans the folder of a registered model, adapter or draft head again, and returns its checkpoint, which is complete.
+    fingerprint: the fingerprint with which it was registered; "" accepts any. kind: "model", "adapter" or "head", for messages.
+    name: the name by which it is registered; "": the folder's name. Raises CheckpointError for files that are not valid, and
+    CheckpointChanged if the files differ from the registered ones or are incomplete."""
     try:
         checkpoint = scan_one(path, name or None)
     except OSError as error:
@@ -32,8 +32,8 @@ def scanned_again(path: str | Path, fingerprint: str, kind: str, name: str = "")
 
 
 def open_unchanged(folder: str | Path, info: FileInfo, kind: str) -> int:
-    """Opens a weight file that must have the size and time that a scan recorded in `info`, and returns its descriptor, which the
-    caller closes. kind: "model", "adapter" or "head", for messages. Raises CheckpointChanged if the file differs or can't be
+    """Opens a weight file and returns its descriptor, which the caller closes. info: the size and modification time that a scan
+    recorded. kind: "model", "adapter" or "head", for messages. Raises CheckpointChanged if the file differs from `info` or can't be
     opened."""
     try:
         fd = open_regular(Path(folder) / info.name)

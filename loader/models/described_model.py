@@ -1,4 +1,6 @@
-"""Reads the description of a model whose weights need not be there: config.json, and the names or headers of its tensors."""
+"""Reads the shape of a model whose weights need not be there yet, from config.json and, if they are there, the index or the headers
+of the weight files.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,14 @@ HEADERS, INDEX, CONFIG = "headers", "index", "config"
 
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
-    """The shape of a model whose weights need not be there.
+    """The shape of a model whose weights need not be there yet.
 
-    source: where its sizes come from: HEADERS (headers of the weight files), INDEX (names of tensors in their index) or CONFIG
-    (config.json alone). With CONFIG, the matrices of a quantised checkpoint that its configuration names as plain count as plain.
+    source: where the shape comes from besides config.json: HEADERS (headers of the weight files), INDEX (names of tensors in their
+    index) or CONFIG (config.json alone). With CONFIG, the matrices of a quantised checkpoint that its configuration names as plain
+    count as plain.
 
-    predicting: the shape with the model's predictor; None: it has none, or predictor_error says what is wrong with it. notes:
-    sentences for operators about what is in the files and is not used; with CONFIG there are none."""
+    predicting: the shape with the model's predictor; None: there is none, or predictor_error says what is wrong with it. notes:
+    sentences for operators about tensors in the files that are not used; with CONFIG there are none."""
 
     shape: ModelShape
     source: str
@@ -36,9 +39,9 @@ class DescribedModel:
 
 
 def described_model(folder: Path) -> DescribedModel:
-    """Describes the model in a folder by its config.json and, if they are there, by the headers of its weight files, else by their
-    index. Raises CheckpointError, which names file and key or tensor, for a file that is not valid, UnsupportedModel for a model
-    that is not served, and OSError for a file that cannot be read."""
+    """Describes the model in a folder by its config.json and by the headers of its weight files; if these are incomplete, by their
+    index; if there is no index, by config.json alone. Raises CheckpointError, which names file and key or tensor, for a file that
+    is not valid, UnsupportedModel for a model that is not served, and OSError for a file that cannot be read."""
     config = read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES)
     beside = folder / QUANT_CONFIG_NAME
     quant_config = read_regular(beside, catalog.MAX_CONFIG_BYTES) if beside.is_file() else None
@@ -72,8 +75,8 @@ def described_model(folder: Path) -> DescribedModel:
 
 
 def _named(shape: ModelShape, names: set[str]) -> ModelShape:
-    """Returns the shape with stored_format and plain_groups set, as they follow from the names of a checkpoint's tensors. names:
-    all names in the checkpoint's index. Raises CheckpointError for a tensor that the model needs and that the index lacks."""
+    """Returns the shape with stored_format and plain_groups set according to the names of a checkpoint's tensors. names: all names
+    in the checkpoint's index. Raises CheckpointError for a tensor that the model needs and that the index lacks."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):
@@ -91,8 +94,8 @@ def _text(path: Path) -> bytes | None:
 
 
 def _check_count(shape: ModelShape) -> None:
-    """Raises CheckpointError if layers times experts are more than the tensors that a model may have (MAX_TENSORS). Called before
-    anything lists all experts."""
+    """Raises CheckpointError if the number of layers, times the number of experts of a layer, exceeds the number of tensors that a
+    model may have (MAX_TENSORS). Called before anything lists all experts."""
     num = shape.num_layers * (shape.experts.num_experts if shape.experts is not None else 1)
     if num > MAX_TENSORS:
         raise CheckpointError(CONFIG_NAME, None, f"asks for {num} experts in all; a model may have {MAX_TENSORS} tensors")

@@ -1,6 +1,4 @@
-"""Combines a model and a head that drafts tokens for it (loader/architectures/eagle.py) into one checkpoint, whose files lie in two
-folders.
-"""
+"""Combines a model with a head that drafts tokens for it (loader/architectures/eagle.py). Their files lie in two folders."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from loader.sizes import layout
 
 @dataclass(slots=True, frozen=True)
 class Joined:
-    """A model and a head that drafts tokens for it, as one. shape: the shape of the combination. files: the head's files, named by
-    their paths from the model's folder. fingerprint: the fingerprint of the combination."""
+    """A model together with a head that drafts tokens for it. shape: the shape of both. files: the head's files, named by their
+    paths from the model's folder. fingerprint: a hash of both fingerprints."""
 
     shape: ModelShape
     files: tuple[FileInfo, ...]
@@ -29,8 +27,8 @@ class Joined:
 
 
 def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
-    """Combines a complete model and a complete head that drafts tokens for it, and returns the result, without reading any file.
-    Raises CheckpointError, which names file and key or tensor, if the head was not made for such a model."""
+    """Combines the checkpoint of a model with that of a head that drafts tokens, both complete, and returns the result. No file is
+    read. Raises CheckpointError, which names file and key or tensor, if the head does not fit the model."""
     assert checkpoint.shape is not None
     assert head.head is not None
     base = checkpoint.shape
@@ -51,8 +49,8 @@ def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
 
 
 def renamed(header: Header, file: str) -> Header:
-    """Returns the header of a draft head's file with other tensor names: each has the prefix "drafter." that it has among the
-    model's tensors. file: the file's path from the model's folder."""
+    """Returns the header of a draft head's file with the names that the tensors have beside the model's tensors: each gets the
+    prefix "drafter.". file: the file's path from the model's folder."""
     return replace(header, tensors=tuple(_renamed(tensor, file) for tensor in header.tensors))
 
 

@@ -1,7 +1,7 @@
 """Computes checksums of memory that reveal accidental damage. They do not protect against deliberate changes.
 
-The checksum of a piece of memory has two parts: the sum of its 8-byte words w (the last one padded with zeros) and the sum of index
-* w, both modulo 2**64. So a changed, lost or exchanged word changes the checksum.
+The checksum of a piece of memory consists of two sums over its 8-byte words w, the last one padded with zeros: the sum of w and the
+sum of index * w, both modulo 2**64. So a word that is changed, lost or exchanged with another one changes the checksum.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def joined(sums: Any) -> int:
 
 
 def add_words(source: Any, sums: Any) -> None:
-    """Adds the 8-byte words of `source` to the two sums of a checksum, in place: to the first the words w, to the second index * w,
-    both modulo 2**64. Indices begin at 0. source: uint8, a multiple of 8 bytes. sums: uint64 [2]."""
+    """Adds the 8-byte words w of `source` to a checksum in place: w to the first of its two sums and index * w to the second, both
+    modulo 2**64. Indices begin at 0. source: uint8, a multiple of 8 bytes. sums: uint64 [2]."""
     for begin in range(0, len(source) // 8, _STEP_WORDS):
         words = np.frombuffer(source[8 * begin : 8 * (begin + _STEP_WORDS)].tobytes(), np.uint64)
         index = np.arange(begin, begin + len(words), dtype=np.uint64)
@@ -38,8 +38,9 @@ def add_words(source: Any, sums: Any) -> None:
 
 
 def add_rest(rest: Any, num_words: int, sums: Any) -> None:
-    """Adds the last bytes of a piece, fewer than 8 and padded with zeros to a word, to the two sums of its checksum (uint64 [2]),
-    in place. num_words: the number of whole words before them, which is the index of this word."""
+    """Adds the last bytes of a piece, which are fewer than a word, to the piece's checksum in place; they count as a word that is
+    padded with zeros. rest: these bytes, uint8, perhaps none. num_words: the number of whole words before them, which is the padded
+    word's index. sums: the two sums of the checksum, uint64 [2]."""
     if len(rest):
         last = np.zeros(8, np.uint8)
         last[: len(rest)] = rest
@@ -48,7 +49,7 @@ def add_rest(rest: Any, num_words: int, sums: Any) -> None:
 
 
 def combined(pieces: Sequence[int]) -> int:
-    """Combines the 128-bit checksums of consecutive pieces of memory, in their order, into one 64-bit checksum, which is never
-    0."""
+    """Returns one 64-bit checksum, never 0, for consecutive pieces of memory. pieces: the pieces' 128-bit checksums, in the order
+    of the pieces."""
     digest = hashlib.blake2b(b"".join(piece.to_bytes(16, "little") for piece in pieces), digest_size=8)
     return int.from_bytes(digest.digest(), "little") or 1

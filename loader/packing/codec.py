@@ -44,15 +44,15 @@ def encode(values: Any) -> bytes:
 
 
 def _offsets(escaped: Any, num_values: int) -> Any:
-    """Returns, for each group of GROUP_VALUES values of a frame, how many values before the group are escapes, whose exponents have
-    no code: uint32 [groups]. escaped: indices of the values that are escapes, ascending."""
+    """Returns, for each group of GROUP_VALUES values of a frame, the number of escapes (values whose exponents have no code) before
+    the group: uint32 [groups]. escaped: indices of the escapes, ascending."""
     return np.searchsorted(escaped, np.arange(frame.num_groups(num_values)) * GROUP_VALUES).astype("<u4")
 
 
 class Parts:
-    """The parts of a packed frame (loader/files/frame.py), as views of its bytes. table: the exponents that have a code. body: sign
-    and mantissa of each value. words: the bit planes of the exponents' codes. offsets: the number of escapes before each group.
-    escapes: the exponents that have no code."""
+    """The parts of a packed frame (loader/files/frame.py), as views of its bytes. table: the seven exponents that have a code.
+    body: sign and mantissa of each value. words: the bit planes of the exponents' codes, uint64 [planes, words]. offsets: for each
+    group of values, the number of escapes before it. escapes: the exponents that have no code."""
 
     __slots__ = ("body", "escapes", "offsets", "table", "words")
 

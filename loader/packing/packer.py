@@ -1,7 +1,8 @@
-"""Writes packed weight files (loader.files.packed). Needs only numpy, so no engine has to run.
+"""Writes packed weight files (loader.files.packed). Needs only numpy, not an engine.
 
-A file is called NAME.incomplete until it is whole. NAME.journal next to it has a line for each finished tensor: the next run
-continues after the last one whose checksums are right. The header is written last, into space that was reserved for it.
+A packed file has the name NAME.incomplete until it is complete. Beside it, NAME.journal has a line for each tensor that has been
+written. After an interruption, the next run checks these tensors and continues after the last of them that is undamaged. The header
+is written last, into space that was reserved for it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Done(msgspec.Struct, frozen=True):
 
 class _Begun(msgspec.Struct, frozen=True):
     """The first line of the journal of a packing: the version of the format and the identity of the plain file that is packed. A
-    later run continues only a packing of the same file."""
+    later run continues the packing only if both are the same."""
 
     version: int
     source: packed.Source
@@ -58,9 +59,9 @@ def pack_file(fd: int, header: Header, source: packed.Source, target: Path, on_b
 
 
 def expected_bytes(fd: int, tensor: TensorRef) -> int:
-    """Estimates the packed size of a tensor in bytes, from a few samples of its values. Returns its full size if it is to be stored
-    unchanged: it is not bfloat16, has few values, or would hardly become smaller. Raises CheckpointError if the file ends too
-    early, and OSError if it cannot be read."""
+    """Estimates the packed size of a tensor in bytes from a few samples of its values. Returns the tensor's own size if it is to be
+    stored unchanged, because it is not bfloat16, has few values, or would hardly become smaller. Raises CheckpointError if the file
+    ends too early, and OSError if it cannot be read."""
     num_values = math.prod(tensor.shape)
     if tensor.dtype != packed.PACKED_DTYPE or num_values < MIN_PACKED_VALUES:
         return tensor.num_bytes
@@ -93,8 +94,8 @@ class _Packing:
         self._position = self._data_begin
 
     def _header_room(self) -> int:
-        """Returns the offset in bytes at which the new file's data begins. It leaves enough space for the longest header that these
-        tensors can have, which is written last."""
+        """Returns the offset in bytes at which the new file's data begins. The space before it is enough for the longest header
+        that these tensors can have; the header is written last."""
         longest = {}
         end = 2 * self._header.file_bytes
         for tensor in self._header.tensors:
@@ -124,8 +125,9 @@ class _Packing:
         self._journal_path.unlink(missing_ok=True)
 
     def _take_up(self, out: int) -> None:
-        """Reads the journal of an earlier, interrupted run, and keeps the tensors that it has written to the new file, up to the
-        first one that is missing or damaged. Rewrites the journal with only these. out: descriptor of the new file."""
+        """Takes up an earlier run that was interrupted. Reads its journal, keeps the tensors that it has written to the new file,
+        up to the first one that is damaged or out of order, and rewrites the journal with only these. out: descriptor of the new
+        file."""
         with suppress(OSError, msgspec.DecodeError):
             first, *rest = self._journal_path.read_bytes().split(b"\n")
             if msgspec.json.decode(first, type=_Begun) == _Begun(packed.VERSION, self._source):
@@ -220,8 +222,8 @@ def _stored(tensor: TensorRef, done: _Done) -> TensorRef:
 
 
 def _is_there(fd: int, tensor: TensorRef, done: _Done) -> bool:
-    """Returns whether the new file holds a tensor as one line of the journal, `done`, says, with the right checksums. fd:
-    descriptor of the new file. tensor: the tensor in the plain file."""
+    """Returns whether the new file holds a tensor as a line of the journal describes it, with the right checksums. fd: descriptor
+    of the new file. tensor: the tensor in the plain file. done: the line."""
     stored = _stored(tensor, done)
     try:
         is_packed = done.record.shape is not None

@@ -1,4 +1,6 @@
-"""Verifies packed weight files (loader.files.packed) against the plain files that they were made from, or only by their SHA-256."""
+"""Verifies packed weight files (loader.files.packed): against the plain files that they were made from or, if these are gone, by
+the SHA-256 of each tensor.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def num_threads() -> int:
 
 
 def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
-    """Returns `num_bytes` of a tensor's bytes as they are in the file, uint8 and writable, from `offset` within the tensor on. fd:
-    descriptor of the file. Raises CheckpointError if the file ends too early."""
+    """Returns a part of a tensor's bytes as they are in the file: uint8 [num_bytes], writable. fd: descriptor of the file. offset:
+    where the part begins, in bytes from the tensor's first byte. Raises CheckpointError if the file ends too early."""
     held = bytearray(num_bytes)
     done = 0
     while done < num_bytes:
@@ -48,12 +50,12 @@ def frames_of(fd: int, tensor: TensorRef) -> Iterator[tuple[Frame, Any]]:
 
 
 def verify_tensor(fd: int, tensor: TensorRef, plain_fd: int | None, plain: TensorRef | None, on_bytes: OnBytes) -> None:
-    """Checks that every frame of a packed file's tensor matches its checksum and decodes to the plain file's bytes (if there is
-    one), and that all bytes together have the SHA-256 that was recorded when they were packed.
+    """Checks a tensor of a packed file: that every frame has its recorded checksum, that it decodes to the plain file's bytes (if
+    there is a plain file), and that all decoded bytes together have the SHA-256 that was recorded when they were packed.
 
     fd: descriptor of the packed file. plain_fd, plain: descriptor of the plain file, and the tensor in it; None: there is no plain
     file. on_bytes: called with the number of decoded bytes since the last call. Raises CheckpointError, which names file, tensor
-    and offset, and OSError if a file cannot be read."""
+    and offset, for a tensor that is damaged, and OSError if a file cannot be read."""
     assert tensor.record is not None
     digest = hashlib.sha256()
     running: deque[tuple[Frame, int, Future[Any]]] = deque()
