@@ -1,5 +1,5 @@
-"""Carries out the planned reads of a file: from the page cache or directly from the drive, into the weight range or through a
-staging slot.
+"""Carries out the planned reads of a weight file. The bytes come from the page cache or directly from the drive, and go either
+straight to their place in the weight range or through a staging slot.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger("loader")
 
 @dataclass(slots=True, frozen=True)
 class Fetched:
-    """The result of one read that was carried out.
+    """The result of a read that was carried out.
 
     direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through the staging slot. given_bytes: bytes that
     another rank had read. All three count bytes of tensors as they are in the file.
 
-    fence: passed when the read's copies to a device are done, after which the caller gives `slot` back to the ring of staging
-    slots; None: there are no copies, and the slot has been given back."""
+    fence: passed when the copies of this read's bytes to a device have ended; the caller then gives `slot` back to the ring of
+    staging slots. None: there are no copies, and the caller need not give back a slot."""
 
     read: Read
     direct_bytes: int
@@ -43,8 +43,8 @@ class Fetched:
 
 @dataclass(slots=True, eq=False)
 class Fetching:
-    """The state of one reader thread. slot: the staging slot of its current or last read; None before the first. call: the thread's
-    file system calls, which another thread may abandon if they do not return."""
+    """The state of one reader thread. slot: the staging slot of its current or last read; None before the first. call: the file
+    system call that it is in, if any, which another thread may abandon."""
 
     call: CallUnderWay = field(default_factory=CallUnderWay)
     slot: memoryview | None = None
@@ -52,7 +52,7 @@ class Fetching:
 
 class FileReader:
     """Reads one open weight file. Several threads may call `fetch` at once. file: the file's name, for errors. fd: the file's
-    descriptor. sink: the destination of the weights. ring: the staging slots. stack: closes the descriptors that are opened here.
+    descriptor. sink: the destination of the weights. ring: the staging slots. stack: closes the descriptors that this reader opens.
     unpacker: decodes packed frames."""
 
     def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
@@ -74,12 +74,12 @@ class FileReader:
     def fetch(
         self, read: Read, at: Fetching, given: memoryview | None = None, offer: Callable[[memoryview], None] | None = None
     ) -> Fetched:
-        """Carries out a read in the calling thread. Returns when its weights are in the weight range, or are being copied there
-        from a staging slot, which the caller has to give back to the ring once the fence is passed. at: the state of the thread,
-        updated here.
+        """Carries out a read in the calling thread. On return its weights are in the weight range, or are being copied to it from a
+        staging slot; the caller gives this slot back to the ring once Fetched.fence is passed. at: the state of the thread, updated
+        here.
 
-        For a read that several ranks share: given: the read's bytes, if another rank has read them. offer: called with the bytes,
-        to give them to other ranks, before they are stored.
+        For a read that several ranks share: given: the read's bytes, if another rank has read them. offer: called with the bytes
+        before they are stored, to give them to the other ranks.
 
         Raises ReadFailed if the drive fails, and CheckpointError if the file ends too early or a frame is damaged; both name file,
         tensor and offset. Raises RuntimeError if the device failed, and LeftBehind if another thread has abandoned the file system
@@ -116,16 +116,16 @@ class FileReader:
         return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence, given_bytes)
 
     def _stored_from(self, read: Read, given: memoryview) -> Fetched:
-        """Stores in the weight range the bytes of a read that another rank has carried out, straight from the memory through which
-        ranks share reads. given: these bytes."""
+        """Stores the bytes of a read that another rank has carried out in the weight range, straight from the memory through which
+        ranks share reads. given: these bytes. Returns when they are stored."""
         self._store(read, staged_spans(read, ()), given)
         if (fence := self._sink.fence()) is not None:
             fence.wait()
         return Fetched(read, 0, 0, given, None, read.num_bytes)
 
     def _store(self, read: Read, spans: Iterable[Span], held: memoryview) -> None:
-        """Starts moving parts (spans) of a read from a buffer to their offsets in the weight range. held: the buffer, whose first
-        byte is the read's first byte."""
+        """Starts moving parts of a read from a buffer to their offsets in the weight range. spans: the parts. held: the buffer,
+        whose first byte is the read's first byte."""
         for span in spans:
             staged = held[span.begin - read.begin : span.end - read.begin]
             if span.segment.frame is None:
@@ -134,9 +134,9 @@ class FileReader:
                 self._unpacker.store(span.segment, staged)
 
     def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview, in_place: bool) -> tuple[int | None, list[Span]]:
-        """Reads the bytes of a read from the file; past the page cache, unless the cache holds them. Returns the descriptor that
-        bypassed the cache, or None, and the spans that are in the slot and must still be stored. call: the thread's file system
-        calls. slot: the staging slot. in_place: whether bytes may be read directly into the weight range."""
+        """Reads the bytes of a read from the file: through the page cache if it holds them, otherwise past it. Returns (the
+        descriptor that bypassed the page cache, or None; the spans that are in the slot and must still be stored). call: entered
+        around file system calls. slot: the staging slot. in_place: whether bytes may be read directly into the weight range."""
         direct_fd = self._direct_fd
         with call:
             if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
@@ -162,9 +162,9 @@ class FileReader:
 
     def _brought(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None, in_place: bool) -> list[Span]:
         """Reads the bytes of a read from the file, directly into the weight range where that is possible and into the staging slot
-        otherwise. Returns the spans that are in the slot. call: the thread's file system calls. direct_fd: a descriptor that
+        otherwise. Returns the spans that are in the slot. call: entered around file system calls. direct_fd: a descriptor that
         bypasses the page cache; None: the page cache is used. in_place: whether bytes may be read directly into the weight range;
-        if not, all are in the slot."""
+        if not, all of them go to the slot."""
         memory, direct = self._memory, list[Span]()
         if memory is not None and in_place:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)
@@ -181,9 +181,9 @@ class FileReader:
         return staged_spans(read, direct)
 
     def _read_all(self, read: Read, call: AbstractContextManager[None], direct_fd: int | None, buffers: list[memoryview]) -> None:
-        """Fills the buffers, one after the other, with the read's bytes. call: a context entered around each system call.
-        direct_fd: a descriptor that bypasses the page cache; None: the page cache is used. preadv releases the interpreter lock, so
-        steps of other models go on meanwhile. Raises CheckpointError if the file ends too early."""
+        """Fills the buffers, one after the other, with the read's bytes. call: a context that is entered around each system call.
+        direct_fd: a descriptor that bypasses the page cache; None: the page cache is used. The system calls release the interpreter
+        lock, so other threads run meanwhile. Raises CheckpointError if the file ends too early."""
         fd = self._fd if direct_fd is None else direct_fd
         done = 0
         while done < read.needed_bytes:
@@ -200,15 +200,15 @@ class FileReader:
             buffers = _behind(buffers, num_bytes)
 
     def _refuse(self, error: OSError) -> None:
-        """Makes all further reads of this file go through the page cache, because the file system refused a direct read with
-        `error`, and logs that."""
+        """Makes all further reads of this file use the page cache, because the file system has refused a direct read, and logs
+        that. error: the refusal."""
         self._direct_fd = None
         self.refused = error.strerror or str(error)
         log.info("%s: no direct reads (%s); reading through the page cache", self._file, error.strerror)
 
 
 def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Returns the buffers without their first num_bytes, which have been filled."""
+    """Returns what is left of the buffers when their first num_bytes have been filled."""
     for i, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[i + 1 :]]

@@ -1,5 +1,6 @@
-"""Tells which parts of a model's weight range are complete after each read. Several reads in any order fill a tensor whose numbers
-are rearranged, or matrices that are packed as one; the range of such tensors is reported as a whole after the last of these reads.
+"""Tells after each read which parts of a model's weight range have become complete. Some tensors can only be used as a whole,
+because their numbers are rearranged or their matrices are packed as one; the range of such tensors is reported after the last of
+the reads that bring them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Places = Sequence[tuple[int, int]]  # [begin, end) in bytes of the weight range
 
 class Landings:
     """Tracks which parts of a model's weight range are complete during one load. reads: all reads of the load. sink: the
-    destination of the weights; it reorders the inputs of joint parameters (WeightSlot.joint) once all of them have been stored."""
+    destination of the weights. If parameters share a name `joint` (WeightSlot.joint) because their inputs are to be reordered, the
+    sink does that once all of them have been stored."""
 
     def __init__(self, reads: Iterable[Read], sink: WeightSink) -> None:
         self._sink = sink
@@ -35,9 +37,9 @@ class Landings:
                     self._files[slot.name] = segment.tensor.file
 
     def of(self, read: Read) -> Places:
-        """Returns the ranges [begin, end) of the weight range, in bytes, that are complete now that all bytes of this read have
-        been stored. Must be called once for each read, from any thread. Raises CheckpointError if the inputs of parameters that one
-        matrix multiplication reads have different orders, and RuntimeError if the device failed."""
+        """Returns the ranges [begin, end) of the weight range, in bytes, that become complete with this read, all bytes of which
+        have been stored. Must be called once for each read, from any thread. Raises CheckpointError if matrices that one matrix
+        multiplication reads together have their inputs in different orders, and RuntimeError if the device failed."""
         places: list[tuple[int, int]] = []
         for segment in read.segments:
             if segment.whole is None:

@@ -1,7 +1,7 @@
-"""Packs matrices that stay packed in memory (loader/formats/packed_rows.py) as a load reads their rows.
+"""Packs matrices that stay packed in memory (loader/formats/packed_rows.py) while a load reads their rows.
 
-A load reads parts of a matrix in any order and by several threads. Panels of four rows are packed as soon as all their rows have
-been read; their escapes take the next free bytes in the matrix's space for escapes.
+A load reads parts of a matrix in any order, in several threads. A panel (four rows) is packed as soon as all its rows have been
+read. Its escapes (exponents that have no three-bit code) take the next free bytes of the matrix's room for escapes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PackRows = Callable[..., int]  # as loader.formats.packed_rows.pack_rows
 
 
 class PanelPacker:
-    """Packs the rows of one load's matrices into the weight range `memory` (uint8). Several threads may use it at once. pack_rows:
-    the implementation of loader.formats.packed_rows.pack_rows."""
+    """Packs the rows of matrices into the weight range of one load. Several threads may use it at once. memory: the weight range,
+    uint8. pack_rows: the implementation of loader.formats.packed_rows.pack_rows."""
 
     def __init__(self, memory: Any, pack_rows: PackRows = packed_rows.pack_rows) -> None:
         self._memory, self._pack_rows = memory, pack_rows
@@ -32,9 +32,9 @@ class PanelPacker:
         self._scratch = ThreadBuffer()
 
     def add(self, place: PackedPlace, first: int, rows: Any) -> None:
-        """Packs consecutive rows of a matrix; each row is added once. Rows of a panel (four rows) that is not complete are kept
-        until the panel's other rows are added. first: the index of the first row in the matrix. rows: [N, K] uint16, the bits of
-        bfloat16, contiguous. Raises ValueError if the matrix has more escapes than there is space for."""
+        """Packs consecutive rows of a matrix; each row must be added once. Rows of a panel (four rows) of which not all rows have
+        been added are kept until the last of them is. place: the matrix's location. first: the index of the first row. rows: [N, K]
+        uint16, the bits of bfloat16, contiguous. Raises ValueError if the matrix has more escapes than there is room for."""
         begin = min(-first % PANEL_ROWS, len(rows))
         end = len(rows) if first + len(rows) == place.num_outputs else begin + (len(rows) - begin) // PANEL_ROWS * PANEL_ROWS
         if end > begin:

@@ -1,16 +1,15 @@
-"""Plans the reads of a load, in the order of the layers: which bytes of which file belong at which offset in the model's weight
-range. A read is divided into segments, each with its own offset in the weight range.
+"""Plans the reads of a load, in the order of the layers: which bytes of which file are read, and at which offset in the model's
+weight range they belong. A read is divided into segments; each segment has an offset in the weight range.
 
-A read consists of whole blocks, so that it can bypass the page cache. A segment may have the same distance from a block's boundary
-in the weight range as in the file (layout.weight_layout arranges that). Then the segment's whole blocks are read directly into the
-weight range: a direct span. All other bytes (the blocks at a tensor's ends, tensors with another distance, tensors of another
-dtype) go through a staging slot, where they have the same offset as in the read.
+A read consists of whole blocks of 4 KiB, so that it can bypass the page cache. If a segment lies at the same offset within a block
+in the weight range as in the file, its whole blocks are read directly into the weight range (layout.weight_layout arranges that for
+large tensors). All other bytes go through a staging slot, where they have the same offset as in the read: the blocks at a tensor's
+ends, tensors at another offset within a block, and tensors that are converted.
 
-In a split model each rank (device) has a share of the weights, and only the share's rows and long runs of its columns are read.
-Where columns are divided into short runs, whole rows are read, and only the share's part of each row is stored. Of packed files,
-which consist of separately compressed frames, only those frames are read that hold something of the share. If several ranks have a
-part of each of the same rows, or the same matrices whole, their reads are the same, and the ranks may share them
-(loader/reading/shared_reads.py).
+In a split model each rank (device) has a share of the weights, and reads only the share's rows and long runs of its columns. If its
+runs of columns are short, it reads whole rows and stores only its part of each row. A packed file consists of frames that are
+compressed separately; only the frames that hold something of the share are read. Ranks that need the same bytes, because they have
+parts of the same rows or the same whole matrices, plan the same reads, and may share them (loader/reading/shared_reads.py).
 """
 
 from __future__ import annotations
@@ -44,19 +43,27 @@ class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at the offset place_bytes of the
     weight range.
 
-    target: what the elements are converted to: the engine's dtype if it differs from the stored one, else "". Special values are:
-    "int8" for whole rows to be quantised, whose scales belong at the offset scales_at_bytes of the weight range; "scales" for all
-    scales of a matrix, each row of which fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if
-    `inverse`); FP8 for codes, which are stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; the
-    name of a Relayout; and "packed" for rows that are packed (`whole` tells where). stage: the part of a forward pass that first
-    needs the tensor (WeightSlot.stage).
+    target: what the elements are converted to: the engine's dtype if it differs from the stored one, else "". These are special
+    values:
+
+        "int8"                rows that are quantised; their scales belong at the offset scales_at_bytes of the weight range
+        "scales"              all scales of a matrix, which are held in float32
+        FP8, E8M0             codes that are stored unchanged but must be checked
+        a value of SCALES_IN  scales of INT4 weights
+        name of a Relayout    numbers that are rearranged
+        "packed"              rows that are packed
+
+    For the target "scales": each stored row fills `repeats` rows of memory, and the scales take held_bytes bytes in all. inverse:
+    whether their inverses are held. kept: the part of them that is held (WeightSlot.kept).
+
+    stage: the part of a forward pass that first needs the tensor (WeightSlot.stage).
 
     frame: the frame of a packed file of which the segment consists; None: the file is plain. contents: for a frame, the segments of
-    the decoded values that are stored, in order; their begin and end are counted as though the file held the tensor unpacked.
+    its decoded values that are stored, in order; their begin and end are counted as though the file held the tensor unpacked.
 
     whole: the location of the whole tensor if its numbers are rearranged (loader/formats/relayout.py) or packed, else None. The
-    segment's numbers are then scattered over this location, and place_bytes is counted as though they were not (for packed rows as
-    WeightSlot.offset_bytes). kept: for "scales", the part of them that is held (WeightSlot.kept).
+    segment's numbers are then scattered over this location, and place_bytes is counted as though they lay end to end (for packed
+    rows, as in WeightSlot.offset_bytes).
 
     columns: the part of each row that is kept, with the tensor regarded as a matrix whose rows have `columns.whole` elements; the
     segment then consists of whole rows. None: all columns are kept."""
@@ -79,13 +86,14 @@ class Segment:
 
     @property
     def width(self) -> int:
-        """The number of elements in a row of the tensor."""
+        """The number of elements along the tensor's last axis."""
         return self.tensor.shape[-1]
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """The bytes, in the file and in the weight range, of the smallest unit that must not be divided: an element, a row (if it
-        is quantised, packed or partly kept), all scales of a matrix, or the rows that are rearranged together."""
+        """The size of the smallest unit that must not be divided: (bytes in the file, bytes in the weight range). A unit is an
+        element; a row, if it is quantised, packed or only partly kept; all scales of a matrix; or the rows that are rearranged
+        together."""
         if self.whole is not None and (relayout := self.whole.relayout) is not None:
             unit_rows = relayout.unit_rows(self.tensor.shape)
             unit_bytes = unit_rows * math.prod(self.tensor.shape[1:]) * DTYPE_BYTES[self.tensor.dtype]
@@ -104,9 +112,10 @@ class Segment:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """The ranges [begin, end) of the weight range that the segment fills, in bytes: one for its values and, if it is quantised,
-        one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's range. The escapes
-        of packed rows are left out, because their offset is known only when the rows are packed."""
+        """The ranges [begin, end) of the weight range that the segment fills, in bytes: one for its values and, if they are
+        quantised, one for their scales. For a tensor that is rearranged, the range is the part of the tensor's range that the
+        segment would fill if its numbers lay end to end. For packed rows the ranges do not include escapes, whose offset is known
+        only when the rows are packed."""
         if self.frame is not None:
             return [place for content in self.contents for place in content.places]
         if self.whole is not None and (packed := self.whole.packed) is not None:
@@ -128,8 +137,7 @@ class Segment:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows [first, last) of a packed matrix to which the segment belongs. Only for a segment whose rows stay packed in
-        memory."""
+        """The rows [first, last) of a packed matrix that the segment has. Only for a segment whose rows stay packed in memory."""
         assert self.whole is not None
         assert self.whole.packed is not None
         first, (unit, _) = self.whole.packed.row_at(self.place_bytes), self.unit_bytes
@@ -152,9 +160,9 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Read:
-    """One read from a file. begin, end: its bytes [begin, end) of the file, which are whole blocks (`end` may be past the end of
-    the file). segments: the bytes of parameters among them, in file order. num_readers: how many ranks share the read, each of
-    which has the same read in its plan; 1: it is not shared."""
+    """One read from a file. begin, end: its bytes [begin, end) of the file, which are whole blocks of 4 KiB (`end` may be past the
+    end of the file). segments: the parts of the read that hold parameters, in file order. num_readers: how many ranks share the
+    read; each of them has the same read in its plan. 1: it is not shared."""
 
     file: str
     begin: int
@@ -164,13 +172,13 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of parameters in the read, as they are stored in the file. All other bytes are only there to fill
+        """The number of bytes of parameters in the read, as they are stored in the file. Other bytes of the read only fill
         blocks."""
         return sum(segment.end - segment.begin for segment in self.segments)
 
     @property
     def needed_bytes(self) -> int:
-        """The number of bytes from `begin` to the end of the last segment, which is the least that the read must return."""
+        """The number of bytes from `begin` to the end of the last segment. A read that returns fewer bytes is incomplete."""
         return self.segments[-1].end - self.begin
 
     @property
@@ -180,7 +188,7 @@ class Read:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns ranges [begin, end) sorted, with ranges that touch joined."""
+    """Returns ranges [begin, end) in ascending order, with ranges that touch joined into one."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and found[-1][1] == begin:
@@ -196,12 +204,12 @@ def plan_reads(
     read_bytes: int,
     readers: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Read]:
-    """Returns reads that read every parameter once. They are ordered by the first stage of the forward pass that needs something
-    from a read, then by file and position.
+    """Returns reads that read every parameter once. They are ordered by the first stage of the forward pass that needs something of
+    a read; reads for the same stage are ordered by file and, within a file, by position, those that are not shared first.
 
     headers: file name -> header. layout: the locations of all parameters in the weight range. dtype: the model's dtype. read_bytes:
-    the length of the longest read, in whole blocks, at least two. readers: parameter -> how many ranks have something of it and
-    share reads; reads of other parameters are not shared.
+    the length of the longest read, in whole blocks of 4 KiB, at least two. readers: for parameters whose reads may be shared, name
+    -> how many ranks need something of the parameter.
 
     Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises CheckpointError
     for a parameter that is missing, has another shape, or has rows too long for a read."""
@@ -256,9 +264,10 @@ def plan_reads(
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
-    """Returns the segments that a device's share of a model needs of a tensor, in file order. There is one for each run of bytes
-    or, if the runs are short or rows are converted, one for each run of whole rows. whole: the segment of the whole tensor; its
-    offset in the weight range is that of the share's part. cut: which part of the tensor the share has."""
+    """Returns the segments of a tensor that a device's share of a model needs, in file order. If the share has long runs of
+    columns, each run is a segment; if its runs are short, or if whole rows are needed for a conversion, the segments are runs of
+    whole rows. whole: the segment of the whole tensor, with the offset of the share's part in the weight range. cut: which part of
+    the tensor the share has."""
     dims = whole.tensor.shape
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
@@ -290,8 +299,8 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
 
 
 def _framed(own: Iterable[Segment], read_bytes: int) -> Iterator[Segment]:
-    """Yields a segment for each frame of a packed tensor in which there are numbers that the device stores. own: the segments of
-    the parts of the tensor that it stores, in order, with file positions as though the file held the tensor unpacked. Raises
+    """Yields a segment for each frame of a packed tensor that holds numbers which the device stores. own: the segments of the
+    tensor that the device stores, in order; their file positions are counted as though the file held the tensor unpacked. Raises
     CheckpointError for a frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
     left = deque(own)
     tensor = left[0].tensor
@@ -336,8 +345,8 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
 
 
 def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
-    """Divides a segment in two at the offset `at` of the file, or before it, so that both parts consist of whole units
-    (Segment.unit_bytes); a packed frame stays whole. Returns the parts before and after; None for an empty part."""
+    """Divides a segment at the offset `at` of its file, or at the last unit (Segment.unit_bytes) that ends before it; a packed
+    frame is not divided. Returns (the part before, the part after); None: that part is empty."""
     if segment.end <= at:
         return segment, None
     if segment.begin >= at or segment.frame is not None:
@@ -353,8 +362,9 @@ def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
 
 
 def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
-    """Returns the parts of a read that can be read directly to their offsets in the weight range. address: where the weight range
-    begins in memory. alignment: what the read requires of addresses and offsets; ANY_ALIGNMENT for a buffered read."""
+    """Returns the parts of a read that are read directly to their offsets in the weight range, in file order. address: the address
+    of the weight range in memory. alignment: the alignment that the read requires of addresses and file offsets; ANY_ALIGNMENT for
+    a buffered read."""
     spans = []
     for segment in read.segments:
         # a frame must be checked before any of it is used
@@ -369,8 +379,8 @@ def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
 
 
 def staged_spans(read: Read, direct: Iterable[Span]) -> list[Span]:
-    """Returns the parts of a read that cannot be read directly into the weight range and are copied there from the staging slot.
-    direct: the parts that are read directly, in file order."""
+    """Returns the parts of a read that go through the staging slot: all that are not read directly into the weight range. direct:
+    the parts that are read directly, in file order."""
     inner = {id(span.segment): span for span in direct}
     spans = []
     for segment in read.segments:

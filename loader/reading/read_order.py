@@ -1,4 +1,6 @@
-"""Decides what each thread of a load does next: a read from a file, or one that another rank of the model has read already."""
+"""Decides which read a thread of a load carries out next, and whether the bytes come from the file or from another rank that has
+already read them.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ _LOOK_EVERY_S = 0.0005
 class Turn:
     """The next read that a thread carries out. place: the read's index in the plan.
 
-    Of a read that ranks of a split model share: owner: the rank that carries it out for all; -1: the read is not shared. number:
-    the read's index among the reads of the owner. given: the read's bytes, if the owner has read them; None: they are read from the
-    file. offer: a function that gives bytes to the other ranks; None: they are given to nobody. shared: the memory through which
-    the read is shared; None: it is not shared."""
+    The other fields are about a read that the ranks of a split model share. owner: the rank that is to carry it out for all; -1:
+    the read is not shared. number: the read's index among the reads of the owner. given: the read's bytes, if the owner has read
+    them; None: they are read from the file. offer: a function that gives bytes to the other ranks; None: they are given to nobody.
+    shared: the memory through which the read is shared; None: it is not shared."""
 
     place: int
     read: Read
@@ -39,10 +41,10 @@ class Turn:
 
 class ReadOrder:
     """The reads of a load that no thread has begun. Several threads may call the methods at once. shared: the memories through
-    which ranks of a split model share reads, each among another number of ranks (shared_by); (): no reads are shared.
+    which ranks of a split model share reads, each for a different number of ranks (shared_by); (): no reads are shared.
 
-    Reads begin in the order of the plan, but those that another rank has already carried out are taken first, because that rank may
-    be waiting for its slot. No thread waits while there is anything else to read."""
+    Reads begin in the order of the plan, except that reads which another rank has already carried out come first, because that rank
+    may be waiting for its slot. A thread waits only if all remaining reads depend on other ranks."""
 
     def __init__(self, reads: Sequence[Read], shared: Sequence[SharedReads] = ()) -> None:
         self._own: deque[Turn] = deque()
@@ -57,8 +59,8 @@ class ReadOrder:
                 among.add(place, read)
 
     def next(self, stopped: Callable[[], bool]) -> Turn | None:
-        """Returns what the calling thread does next, and waits if that depends on another rank. Returns None if nothing is left,
-        or if stopped() returns True."""
+        """Returns the calling thread's next read, after waiting for other ranks if all remaining reads depend on them. Returns None
+        if no read remains, or if stopped() returns True."""
         while not stopped():
             with self._lock:
                 turn = self._ready()
@@ -68,7 +70,7 @@ class ReadOrder:
         return None
 
     def end(self, turn: Turn) -> None:
-        """Records in the shared memory, for the other ranks, that this rank has ended the read `turn`."""
+        """Records in the shared memory, if the read is shared, that this rank is done with the read `turn`."""
         if (shared := turn.shared) is None:
             return
         if turn.owner == shared.rank:
@@ -77,7 +79,7 @@ class ReadOrder:
             shared.take(turn.owner, turn.number)
 
     def _ready(self) -> Turn | None:
-        """Removes the read that comes next and returns its Turn; None if all remaining reads wait for other ranks."""
+        """Removes the read that comes next and returns its Turn; None if this rank has to wait for other ranks."""
         for among in self._shared:
             if (given := among.offered(self._own)) is not None:
                 self._waits_since_s = None
@@ -93,8 +95,8 @@ class ReadOrder:
         return self._alone()
 
     def _alone(self) -> Turn | None:
-        """Removes a read that another rank should carry out and returns its Turn, by which this rank reads it from the file itself;
-        None if there is no such read, or if threads have not yet waited PATIENCE_S seconds for other ranks."""
+        """Removes a read that another rank should carry out, so that this rank reads it from the file itself, and returns its Turn.
+        None if there is no such read, or if this rank has not yet waited PATIENCE_S seconds for other ranks."""
         now = time.monotonic()
         if self._waits_since_s is None:
             self._waits_since_s = now
@@ -104,8 +106,8 @@ class ReadOrder:
 
 
 class _SharedTurns:
-    """The reads that some ranks share and that no thread of this rank has begun, each as a Turn. shared: the memory through which
-    the ranks share the reads."""
+    """The reads that a number of ranks share and that no thread of this rank has begun, each as a Turn. shared: the memory through
+    which these ranks share reads."""
 
     def __init__(self, shared: SharedReads) -> None:
         self._shared = shared
@@ -117,14 +119,14 @@ class _SharedTurns:
         return any(self._by_owner)
 
     def add(self, place: int, read: Read) -> None:
-        """Appends a read that these ranks share. Must be called in the order of the plan. place: the read's index in the plan."""
+        """Appends a read that the ranks share. Must be called in the order of the plan. place: the read's index in the plan."""
         number, owner = divmod(self._num_reads, self._shared.size)
         self._by_owner[owner].append(Turn(place, read, owner, number, shared=self._shared))
         self._num_reads += 1
 
     def offered(self, own: deque[Turn]) -> Turn | None:
-        """Removes a read whose bytes another rank offers and returns its Turn; None if there is none. Reads that their owners offer
-        to nobody are moved to the reads that this rank carries out itself (`own`)."""
+        """Removes a read whose bytes another rank offers and returns its Turn; None if there is none. Reads that their owners will
+        not offer are moved to `own`, the reads that this rank carries out itself."""
         for owner, turns in enumerate(self._by_owner):
             while owner != self._shared.rank and turns:
                 turn = turns[0]
@@ -139,8 +141,8 @@ class _SharedTurns:
         return None
 
     def to_offer(self) -> Turn | None:
-        """Returns the next read that this rank carries out for all, without removing it; None if there is none, or no room to offer
-        its bytes."""
+        """Returns the next read that this rank carries out for all ranks, without removing it. None if there is none, or if there
+        is no free slot in which to offer its bytes."""
         turns = self._by_owner[self._shared.rank]
         return turns[0] if turns and self._shared.has_room(turns[0].number) else None
 
@@ -150,8 +152,8 @@ class _SharedTurns:
         return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
 
     def alone(self) -> Turn | None:
-        """Removes any of the reads and returns its Turn, for this rank to read from the file itself, whichever rank owns the read;
-        None if there is none."""
+        """Removes any of the reads, whichever rank owns it, so that this rank reads it from the file itself, and returns its Turn;
+        None if no read is left."""
         for turns in self._by_owner:
             if turns:
                 turn = turns.popleft()

@@ -1,4 +1,6 @@
-"""Measures how fast plain and packed weight files are read on this machine: once for each drive, kept in the cache folder."""
+"""Measures how fast plain and packed weight files are read from each drive of this machine. Each rate is measured once and kept in
+the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -32,31 +34,33 @@ WAIT_S = 10.0  # for the measurement of another drive
 
 
 class _Kept(msgspec.Struct):
-    """The read rates that are kept in a file of the cache folder, in bytes of weights per second. Keys: the device number of a file
-    system as "major:minor", for packed files followed by a space and the name of the decoder."""
+    """The content of the file in the cache folder that keeps the read rates, in bytes per second; of packed files, the bytes of
+    decoded weights are counted. The keys of read_bytes_per_s are device numbers of file systems, as "major:minor". The keys of
+    packed_bytes_per_s are the same, followed by a space and the name of the decoder."""
 
     read_bytes_per_s: dict[str, float] = {}
     packed_bytes_per_s: dict[str, float] = {}
 
 
 class ReadRates:
-    """The read rates of this machine's drives, each measured when it is first needed. cache_dir: the folder in which they are kept;
-    "": they are measured again each time they are asked for."""
+    """The read rates of this machine's drives, each measured when it is first needed. cache_dir: the folder in which the rates are
+    kept; "": they are not kept, and are measured each time they are asked for."""
 
     def __init__(self, cache_dir: str) -> None:
         self._cache_dir = cache_dir
         self._lock = threading.Lock()  # each rate is measured once, and no two at the same time
 
     def read_bytes_per_s(self, fd: int, ring: StagingRing) -> float:
-        """Returns how many bytes per second the drive with this file delivers. If the drive was not measured before, reads the file
-        through the slots of `ring` for that. fd: descriptor of the file. Raises OSError if the file cannot be read."""
+        """Returns how many bytes per second the drive that holds a file delivers. If the rate is not known, it is measured by
+        reading from this file. fd: descriptor of the file. ring: the slots that the reads use. Raises OSError if the file cannot be
+        read."""
         return self._known("read_bytes_per_s", _drive(fd), lambda: _measured(fd, ring, lambda thread, num_bytes: num_bytes))
 
     def packed_bytes_per_s(self, fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-        """Returns how many bytes of weights per second come from packed files on the drive with this file. They are measured by
-        reading and decoding at the same time, because on few cores that takes longer than either alone. fd: descriptor of a packed
-        file. frame: any packed frame of the file. ring: the slots that the reads use. Raises OSError if the file cannot be read,
-        and ValueError if it ends before `frame`."""
+        """Returns how many bytes of weights per second a load gets from packed files on the drive that holds a file. If the rate is
+        not known, it is measured by reading from this file and decoding at the same time, because on few cores that takes longer
+        than either alone. fd: descriptor of a packed file. frame: any packed frame of the file. ring: the slots that the reads use.
+        Raises OSError if the file cannot be read, and ValueError if it ends before `frame`."""
         key = f"{_drive(fd)} {decoder.name}"
         return self._known("packed_bytes_per_s", key, lambda: _measured_packed(fd, frame, decoder, ring))
 
@@ -100,8 +104,8 @@ def _drive(fd: int) -> str:
 
 def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int]) -> float:
     """Returns how many bytes per second NUM_THREADS threads together read from a file and process. They read the file's first
-    MEASURED_BYTES through the slots of `ring` (through slots of their own if the file is not local), past the page cache where the
-    file system allows that.
+    MEASURED_BYTES, past the page cache if the file system allows that, through the slots of `ring` (or, if the file is not local,
+    through slots of their own).
 
     weights_of(thread, num_bytes): processes num_bytes bytes that the thread with the index `thread` has just read, and returns how
     many bytes to count for them, for example bytes of decoded weights. Raises OSError, MemoryError, or what weights_of raises."""
@@ -130,8 +134,9 @@ def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int])
 
 
 def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-    """Returns how many bytes of weights per second several threads read and decode. Each time the threads have read as many bytes
-    as `frame` has in the file, they decode `frame`, whatever the bytes are. Raises ValueError if the file ends before `frame`."""
+    """Returns how many bytes of weights per second several threads read and decode. The threads decode the same frame again and
+    again: once for each frame's length of bytes that they have read, whatever these bytes are. Raises ValueError if the file ends
+    before `frame`."""
     held = bytearray(frame.end - frame.begin)
     if os.preadv(fd, [held], frame.begin) != len(held):
         raise ValueError("the file ends before its first frame")

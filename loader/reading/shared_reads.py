@@ -1,12 +1,11 @@
 """Defines the memory through which the ranks of a split model share reads.
 
-If devices have columns of a matrix, each of them needs parts of all rows; other matrices all devices have whole. The ranks take
-turns to read such rows from the drive: each one reads some of them and offers them in this memory, and the others copy them from
-there. So the drive delivers each byte once, whatever the number of ranks. The same holds among the ranks that have the same
-experts.
+Ranks share reads of rows of which each rank needs a part, because columns are divided, and of matrices that each rank has whole.
+Each rank reads some of them from the drive and offers them in this memory, and the other ranks copy them from it. So the drive
+delivers each byte once, whatever the number of ranks. Ranks with the same experts share the reads of these experts in the same way.
 
-Nobody waits for another rank for long. A rank that finds no free slot for what it has read offers it to nobody, and a rank that is
-offered nothing reads from the file itself. So ranks may begin at any time, fail, or get their weights elsewhere.
+No rank waits for another one for long. A rank that finds no free slot for its bytes does not offer them, and a rank that is offered
+nothing reads from the file itself. So ranks may begin at any time, fail, or get their weights from elsewhere.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from loader.reading.shared_slots import (
 
 
 class Offer(Enum):
-    """The state of a read that another rank carries out. COMING: the rank has not carried out the read yet. READY: the read's bytes
-    are in a slot. NONE: the rank offers the read to nobody."""
+    """The state of a read that another rank is to carry out. COMING: the rank has not carried out the read yet. READY: the read's
+    bytes are in a slot. NONE: the rank does not offer the read."""
 
     COMING = "coming"
     READY = "ready"
@@ -45,12 +44,12 @@ class Offer(Enum):
 
 
 class SharedReads:
-    """A rank's view of the memory through which the ranks of a split model share reads. memory: all of it, of shared_reads_bytes
-    bytes. rank: this rank's index. size: number of ranks. slot_bytes: the length of the longest read. Methods may be called by any
-    thread. Raises ValueError for memory of another size.
+    """One rank's view of the memory through which the ranks of a split model share reads. Methods may be called by any thread.
+    memory: the whole memory, of shared_reads_bytes bytes. rank: this rank's index. size: number of ranks. slot_bytes: the length of
+    the longest read. Raises ValueError for memory of another size.
 
-    All ranks number the shared reads alike; rank r carries out the reads whose number modulo `size` is r. In methods, `number` is a
-    read's index among the reads of one rank."""
+    The shared reads have the same order in all ranks, and each is carried out by one rank, its owner: the read with the index i by
+    rank i % size. In methods, `number` is a read's index among the reads of its owner, i // size."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], rank: int, size: int, slot_bytes: int) -> None:
         if len(memory) != shared_reads_bytes(size, slot_bytes):
@@ -65,8 +64,8 @@ class SharedReads:
         self._fence = MemoryFence()
 
     def leave(self) -> bool:
-        """Records that this rank neither offers nor takes reads any more. Returns whether all ranks have left, so that nobody uses
-        the slots again."""
+        """Records that this rank neither offers nor takes reads any more. Returns whether all ranks have left; nobody uses the
+        memory then."""
         with self._lock:
             self._fence.order()
             self._own[LEFT] = 1
@@ -74,8 +73,8 @@ class SharedReads:
         return bool(self._words[:, LEFT].all())
 
     def has_room(self, number: int) -> bool:
-        """Returns whether this rank may offer its read `number`: all other ranks have taken the read that was in its slot
-        before."""
+        """Returns whether this rank may offer its read `number`: all other ranks are done with the read that had the same slot
+        before, or have left."""
         return all(
             self._words[other, LEFT] or self._words[other, TAKEN + self.rank] > number - NUM_SLOTS
             for other in range(self.size)
@@ -83,8 +82,8 @@ class SharedReads:
         )
 
     def offer(self, number: int, read: Read, data: memoryview) -> None:
-        """Copies the bytes of this rank's read `number` to a slot, from which the other ranks may take them. has_room must have
-        returned True for it. data: the bytes."""
+        """Copies the bytes of this rank's read `number` to a slot, from which the other ranks may take them. data: the bytes.
+        has_room must have returned True for this read."""
         slot = number % NUM_SLOTS
         with self._lock:
             self._fence.order()
@@ -95,14 +94,14 @@ class SharedReads:
             self._own[NUMBERS + slot] = number + 1
 
     def end(self, number: int) -> None:
-        """Records that this rank is done with its read `number`. If the rank has not offered the read by now, the others know that
-        it never will."""
+        """Records that this rank is done with its read `number`. If this rank has not offered the read by now, the other ranks see
+        that it never will."""
         with self._lock:
             self._count(ENDED, self.rank, number)
 
     def look(self, owner: int, number: int, read: Read) -> Offer:
-        """Returns whether the rank `owner` offers its read `number`: COMING, READY or NONE (Offer). read: the same read in this
-        rank's plan; if the owner's differs, the result is NONE."""
+        """Returns whether the rank `owner` offers its read `number`: COMING, READY or NONE (Offer). read: the read with this number
+        in this rank's plan; the result is NONE if the owner's plan has another read with it."""
         words, slot = self._words[owner], number % NUM_SLOTS
         is_over = bool(words[LEFT]) or words[ENDED] > number
         with self._lock:
@@ -113,19 +112,19 @@ class SharedReads:
         return Offer.NONE if is_over else Offer.COMING
 
     def data(self, owner: int, number: int) -> memoryview:
-        """Returns the bytes of the slot that holds the read `number` of the rank `owner`, which must be READY. They stay until
-        `take` is called."""
+        """Returns the bytes of the slot with the read `number` of the rank `owner`; `look` must have returned READY. They stay
+        unchanged until this rank calls `take`."""
         return self._slot(owner, number % NUM_SLOTS).data
 
     def take(self, owner: int, number: int) -> None:
-        """Records that this rank no longer needs the bytes of the read `number` of the rank `owner`, whose slot may then be used
-        again."""
+        """Records that this rank no longer needs the read `number` of the rank `owner`. Once all other ranks have done so, the
+        owner may use the read's slot again."""
         with self._lock:
             self._count(TAKEN + owner, owner, number)
 
     def _count(self, column: int, whose: int, number: int) -> None:
-        """Records that this rank is done with the read `number` of the rank `whose`. The word of shared memory with the index
-        `column` counts these reads; it counts a read only once all reads before it are done."""
+        """Records that this rank is done with the read `number` of the rank `whose`. column: index of the word in shared memory
+        that counts these reads. The word gives how many reads are done from the first one on without a gap."""
         done, count = self._done[whose], int(self._own[column])
         done.add(number)
         self._fence.order()
@@ -140,10 +139,11 @@ class SharedReads:
 
 
 def shared_by(memory: npt.NDArray[np.uint8], rank: int, size: int, expert_parts: int, slot_bytes: int) -> tuple[SharedReads, ...]:
-    """Returns one rank's views of the memory through which the ranks of a stage share reads: of the part that all of them use, and,
-    if ranks have the same experts, of the part that these use. memory: all of it, of stage_reads_bytes bytes. rank: the rank's
-    index in the stage. size: number of ranks. expert_parts: number of parts, of whole experts, into which the experts of a layer
-    are divided. Raises ValueError for memory of another size."""
+    """Returns one rank's views of the memory through which the ranks of a pipeline stage share reads: a view of the part that all
+    these ranks use and, if several ranks have the same experts, a view of the part that those with this rank's experts use. memory:
+    all of it, of stage_reads_bytes bytes. rank: the rank's index in the stage. size: number of ranks of the stage. expert_parts:
+    number of parts, of whole experts, into which the experts of a layer are divided. Raises ValueError for memory of another
+    size."""
     if len(memory) != stage_reads_bytes(size, expert_parts, slot_bytes):
         what = f"{size} ranks with {expert_parts} parts of experts that share reads of {slot_bytes} bytes"
         raise ValueError(f"{len(memory)} bytes are not the memory of {what}")
@@ -159,10 +159,10 @@ def shared_by(memory: npt.NDArray[np.uint8], rank: int, size: int, expert_parts:
 
 def leave(shared: Sequence[SharedReads]) -> bool:
     """Records in the shared memory that a rank neither offers nor takes reads any more. Returns whether all ranks of the stage have
-    left, so that nobody uses the memory again. shared: the rank's views of the memory (shared_by)."""
+    left; nobody uses the memory then. shared: the rank's views of the memory (shared_by)."""
     return [each.leave() for each in reversed(shared)][-1]
 
 
 def _key(read: Read) -> int:
-    """Returns a checksum of a read's file and range, by which ranks recognise that their plans have the same read."""
+    """Returns a checksum of a read's file and range, by which a rank checks that another rank's plan has the same read."""
     return zlib.crc32(f"{read.file} {read.begin} {read.end}".encode())

@@ -1,11 +1,10 @@
 """Defines the layout of the memory through which the ranks of a split model share reads (loader/reading/shared_reads.py).
 
-It begins with the words of each rank, int64, which only that rank writes: whether it has left, how many of its reads have ended,
-the numbers (plus 1) and keys of the reads in its slots, and how many reads of each rank it has taken. Then come the slots of each
-rank. All memory is zero at the beginning.
+The memory begins with words (int64) of each rank, which only that rank writes. They say whether the rank has left, how many of its
+reads have ended, the numbers (plus 1) and checksums of the reads in its slots, and, for each rank, how many of that rank's reads it
+has taken. After the words of all ranks come the slots of each rank. At the beginning all memory is zero.
 
-Ranks of a stage that have the same experts share the reads of these experts in further memory of the same layout, which follows
-that of the whole stage.
+Further memory of the same layout follows if several ranks of a stage have the same experts: one for each part of the experts.
 """
 
 from __future__ import annotations

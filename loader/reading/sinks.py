@@ -34,7 +34,8 @@ _AS_STORED = ("", FP8, E8M0)  # targets whose bytes are stored unchanged
 
 
 class Fence(Protocol):
-    """A point in the order of copies to a device. The fence is passed when every copy that was started before it has ended."""
+    """A point in the order of copies to a device. The fence is passed when every copy that was started before this point has
+    ended."""
 
     def wait(self) -> None:
         """Blocks the calling thread until the fence is passed. May be called from any thread. Raises RuntimeError if the device
@@ -43,36 +44,37 @@ class Fence(Protocol):
 
 
 class WeightSink(Protocol):
-    """The destination of a load's weights. Several reader threads use it at once, each with spans of its own.
+    """The destination of a load's weights: a model's weight range on a device. Several reader threads use a sink at once, each with
+    different spans.
 
-    memory: the weight range, if reads may write into it directly; None: everything goes through staging slots."""
+    memory: the weight range, if reads may write to it directly; None: all bytes go through staging slots."""
 
     memory: memoryview | None
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Announces that bytes [begin_bytes, end_bytes) of the weight range are about to be filled. The sink makes the system
-        provide memory for them if there is none yet."""
+        """Announces that bytes [begin_bytes, end_bytes) of the weight range are about to be filled. If no memory lies behind these
+        addresses yet, the sink makes the system provide it."""
         ...
 
     def store(self, span: Span, staged: memoryview) -> None:
-        """Starts moving the bytes of a span from `staged` to their offset in the weight range. `staged` must not change until a
-        fence that is taken afterwards is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the
-        device failed."""
+        """Starts moving the bytes of a span to their offset in the weight range. staged: the bytes, which must not change until a
+        fence that is taken afterwards (`fence`) is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError
+        if the device failed."""
         ...
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
-        """Starts decoding a packed frame, whose checksum has been verified, into the weight range. segment: the frame. staged: the
-        frame's bytes, which must not change until a fence that is taken afterwards is passed. Returns False if the host must decode
-        the frame instead. Raises FrameError for a frame that is not valid."""
+        """Starts decoding a packed frame, whose checksum has been verified, into the weight range. Returns False if the sink cannot
+        do that, and the host must decode the frame. segment: the frame. staged: the frame's bytes, which must not change until a
+        fence that is taken afterwards (`fence`) is passed. Raises FrameError for a frame that is not valid."""
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence that is passed when everything that was stored so far is in the weight range; None if everything is there
-        already."""
+        """Returns a fence that is passed when everything that was stored so far is in the weight range; None if nothing is being
+        copied."""
         ...
 
     def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
-        """Returns whether two parameters have the same bytes in memory. Both must have been stored completely."""
+        """Returns whether two parameters have equal bytes in memory. Both must have been stored completely."""
         ...
 
     def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
@@ -98,8 +100,8 @@ def _convert(stored: torch.Tensor, held: torch.Tensor) -> None:
 
 
 def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch.Tensor, held: torch.Tensor) -> None:
-    """Converts stored numbers to the form in which they are held, CONVERT_ELEMENTS at a time, so that this needs little memory.
-    stored, held: tensors [N]. write(stored part, held part): converts one part."""
+    """Converts stored numbers to the form in which they are held, CONVERT_ELEMENTS at a time, which needs little memory.
+    write(stored part, held part): converts one part. stored, held: tensors [N]."""
     for at in range(0, stored.numel(), CONVERT_ELEMENTS):
         some = slice(at, at + CONVERT_ELEMENTS)
         write(stored[some], held[some])
@@ -107,8 +109,8 @@ def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch
 
 @contextmanager
 def _of_span(span: Span) -> Iterator[None]:
-    """Returns a context manager within which a ValueError about a span's numbers becomes a CheckpointError that names the tensor
-    and the bytes."""
+    """Returns a context manager that turns a ValueError about the numbers of a span into a CheckpointError that names the tensor
+    and the span's bytes."""
     try:
         yield
     except ValueError as error:
@@ -118,7 +120,7 @@ def _of_span(span: Span) -> Iterator[None]:
 
 class HostSink:
     """A sink whose weight range is this process's own memory. memory: the range, writable, laid out by layout.weight_layout.
-    prepare: called with [begin, end) in bytes of each part of the range before it is filled. pack_rows: the implementation of
+    prepare(begin, end): called before bytes [begin, end) of the range are filled. pack_rows: the implementation of
     loader.formats.packed_rows.pack_rows for matrices that stay packed."""
 
     def __init__(
@@ -172,8 +174,8 @@ class HostSink:
             _in_parts(write, source, held)
 
     def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
-        """Stores those columns of a span's rows that are kept. The span must be a whole segment. columns: which columns are kept.
-        read: the span's bytes."""
+        """Stores only some columns of a span's rows. The span must be a whole segment. columns: the columns that are kept. read:
+        the span's bytes."""
         segment = span.segment
         ((begin, end),) = segment.places
         if segment.target in _AS_STORED:  # numpy copies parts of rows faster than torch does, and in this thread
@@ -255,7 +257,7 @@ class HostSink:
         return None
 
     def finish(self) -> None:
-        """Does nothing, because this sink stores everything at once."""
+        """Does nothing: `store` of this sink returns only when the bytes are stored."""
 
 
 def held_dtype(slot: WeightSlot) -> torch.dtype:
@@ -265,8 +267,8 @@ def held_dtype(slot: WeightSlot) -> torch.dtype:
 
 
 def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
-    """Returns the rows of a segment of a rearranged tensor, without the columns that are not kept, and the index that the first of
-    these rows has in the stored tensor. read: the segment's bytes."""
+    """Returns (the rows of a segment of a rearranged tensor, the index of the first of these rows in the stored tensor). Columns
+    that the device does not keep are left out. read: the segment's bytes."""
     shape = segment.tensor.shape
     row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
     inner = shape[1:] if segment.columns is None else (segment.columns.length,)
@@ -275,7 +277,7 @@ def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Te
 
 
 def row_of_part(slot: WeightSlot, stored: int) -> int:
-    """Returns a row's index within the part of a stored tensor that a device holds (`slot`). stored: the row's index in the whole
+    """Returns the index of a row within the device's part of a stored tensor. slot: the part. stored: the row's index in the whole
     tensor."""
     if (cut := slot.cut) is None or cut.axis:
         return stored
@@ -283,8 +285,8 @@ def row_of_part(slot: WeightSlot, stored: int) -> int:
 
 
 def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of those columns of a segment's rows that are kept. read: all bytes of the segment. NumPy copies them in
-    this thread."""
+    """Returns the bytes of the columns of a segment's rows that are kept. read: all bytes of the segment. The copy is made by NumPy
+    in the calling thread."""
     if (columns := segment.columns) is None:
         return read
     item_bytes = DTYPE_BYTES[segment.tensor.dtype]
@@ -293,9 +295,9 @@ def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
 
 
 def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:
-    """Rearranges the rows of a span into the kernels' order, in memory. The span must be a whole segment. slot: the tensor's
-    location in the weight range. rows: the span's rows, of which the first has the index `first` in the tensor. part: the part of
-    the tensor's memory that these rows fill. Raises CheckpointError for numbers that cannot be held."""
+    """Writes the rows of a span to memory in the order in which kernels read them. The span must be a whole segment. slot: the
+    tensor's location in the weight range. rows: the span's rows. first: the index of the first of these rows in the tensor. part:
+    the part of the tensor's memory that the rows fill. Raises CheckpointError for numbers that cannot be held."""
     assert slot.relayout is not None
     with _of_span(span):
         rearrange(slot.relayout, rows, first, slot.group_inputs, part, CONVERT_ELEMENTS)

@@ -1,5 +1,5 @@
-"""Chooses which files a load reads for a model that has both plain and packed ones: those with which the load is expected to end
-sooner.
+"""Chooses, for a model that has both plain and packed files, which of them a load reads: those with which the load is expected to
+end sooner.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_SHARE = 0.95
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """The figures by which a load chooses between plain and packed files, known before it begins. plain_bytes, packed_bytes: sizes
-    of the files. plain_cached: whether the page cache holds most of the plain files. read_bytes_per_s: how fast the drive is read.
-    packed_bytes_per_s: how many bytes of weights per second come from packed files."""
+    """The figures by which a load chooses between plain and packed files. plain_bytes, packed_bytes: sizes of the files.
+    plain_cached: whether the page cache holds most of the plain files. read_bytes_per_s: read rate of the drive.
+    packed_bytes_per_s: how many bytes of weights per second are read and decoded from packed files."""
 
     plain_bytes: int
     packed_bytes: int
@@ -44,8 +44,7 @@ class Expected:
 
     @property
     def packed_s(self) -> float:
-        """The seconds that a load from the packed files takes if none of them is in the page cache; cached parts are read
-        sooner."""
+        """The seconds that a load from the packed files takes if none of them is in the page cache."""
         return self.plain_bytes / self.packed_bytes_per_s
 
     @property
@@ -67,7 +66,7 @@ class Expected:
 class SourceChoice:
     """Chooses whether a load reads a model's packed files or its plain ones: those with which the load is expected to end sooner.
     rates: the drives' read rates. ring: the staging slots with which rates are measured. decoder: returns the decoder of packed
-    files. reason: what was chosen and why, for the log; "": there was no choice."""
+    files. reason: a sentence for the log that says what was chosen and why; "": there was nothing to choose."""
 
     def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
         self._rates, self._ring, self._decoder = rates, ring, decoder

@@ -1,7 +1,7 @@
-"""Allocates staging slots, once per process: a few buffers on huge pages, through which weights go from a file to a device.
+"""Allocates the staging slots of a process: a few buffers on huge pages, through which weights go from a file to a device.
 
-Huge pages matter: a drive takes few segments per request, and every ordinary page is a segment (measured: about half the speed with
-ordinary pages, docs/performance.md).
+Huge pages matter because a drive accepts only few memory segments per request, and every ordinary page is a segment. With ordinary
+pages the measured speed is about half (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class StagingRing:
-    """The staging slots of a process: `num_slots` buffers of `slot_bytes` bytes each, which all loads share. A page of them takes
-    memory once it is touched. Raises MemoryError if they cannot be mapped."""
+    """The staging slots of a process: `num_slots` buffers of `slot_bytes` bytes each, which all loads share. The system provides
+    the memory of a page when the page is first touched. Raises MemoryError if the slots cannot be mapped."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         try:
@@ -86,8 +86,8 @@ class StagingRing:
                         self._free.put(other)
 
     def replace(self, slot: memoryview) -> None:
-        """Maps a further slot to replace one that is held by a read which does not return. If the read returns after all and gives
-        its slot back, the further slot is unmapped. If there is no memory for a further slot, `take` tries again."""
+        """Maps a further slot in place of one that is held by a read which does not return. If the read returns after all and gives
+        its slot back, a further slot is unmapped. If there is no memory for a further slot, `take` tries again later."""
         with self._lock:
             self._lost.add(_address(slot))
             self._num_missing += 1
@@ -105,8 +105,8 @@ class StagingRing:
                 self._free.put(slot)
 
     def _is_too_many(self, slot: memoryview) -> bool:
-        """Returns whether a slot is to be unmapped instead of being used again: it is one of the further slots that `replace` has
-        mapped, and more of them exist than are needed. If so, counts it as unmapped."""
+        """Returns whether a slot is to be unmapped instead of being used again: it is one that `replace` has mapped, and more of
+        these exist than are needed. If so, counts it as unmapped."""
         if not self._num_too_many or self._begin <= _address(slot) < self._begin + len(self._bytes):
             return False
         self._num_too_many -= 1
@@ -124,7 +124,7 @@ def _address(slot: memoryview) -> int:
 
 
 def huge_pages_enabled() -> bool:
-    """Returns whether the system allows huge pages for private memory at all."""
+    """Returns whether the system's setting allows transparent huge pages for private memory."""
     try:
         return "[never]" not in _THP_ENABLED.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Defines a buffer of which each thread has its own, and which the thread reuses."""
+"""Defines a buffer for intermediate results of which each thread has a copy of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 
 class ThreadBuffer:
-    """A buffer (uint8) for intermediate results. Several threads may use it at once, because each thread gets memory of its own,
-    which its next call reuses."""
+    """A buffer (uint8) for intermediate results. Several threads may use it at once: each thread has memory of its own, which all
+    its calls share."""
 
     def __init__(self) -> None:
         self._held = threading.local()

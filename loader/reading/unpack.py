@@ -1,6 +1,6 @@
-"""Checks the frames of packed files and stores their values as weights. The sink's device or the host decodes a frame; the host
-decodes directly into the weight range if possible. If a device's share of a split model needs only a part of a frame, only that
-part is stored.
+"""Checks the frames of packed files and stores their values as weights. A frame is decoded by the sink's device or by the host; the
+host decodes directly into the weight range if possible. If a device's share of a split model needs only a part of a frame, only
+that part is stored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from loader.reading.thread_buffer import ThreadBuffer
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """An implementation of the packed format's two functions: decode(frame, out) unpacks a frame into bfloat16 values, and
+    """An implementation of the two functions of the packed format: decode(frame, out) unpacks a frame into bfloat16 values, and
     sum_of(frame) returns its checksum (loader/packing/codec.py). Frames are contiguous uint8 arrays, usually aligned to 64 bytes.
-    name: for logs and for keys of read rates."""
+    name: the implementation's name, in logs and in the keys of read rates."""
 
     name: str = "numpy"
     decode: Callable[[Any, Any], None] = codec.decode
@@ -33,7 +33,7 @@ class Decoder:
 
 class Unpacker:
     """Checks the frames of packed files and stores their weights in the weight range, for one load. Several threads may use it at
-    once. sink: the destination of the weights. decoder: used if the sink's device does not decode."""
+    once. sink: the destination of the weights. decoder: computes checksums, and decodes frames if the sink's device does not."""
 
     def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
         self._sink, self._decoder = sink, decoder
@@ -41,9 +41,9 @@ class Unpacker:
         self._scratch = ThreadBuffer()
 
     def store(self, segment: Segment, staged: memoryview) -> None:
-        """Starts moving the weights of a segment, which must be a frame of a packed file, to the weight range. staged: the frame's
-        bytes, which must not change until a fence that the sink gives afterwards is passed. Raises CheckpointError, which names
-        file, tensor and offset, for a damaged frame."""
+        """Starts moving the weights of a frame to the weight range. segment: the frame. staged: the frame's bytes, which must not
+        change until a fence that is taken from the sink afterwards is passed. Raises CheckpointError, which names file, tensor and
+        offset, for a damaged frame."""
         frame = segment.frame
         assert frame is not None
         data = np.frombuffer(staged, np.uint8)
@@ -74,15 +74,15 @@ class Unpacker:
                 fence.wait()
 
     def _store(self, segment: Segment, frame: Frame, unpacked: memoryview) -> None:
-        """Starts moving the values of an unpacked frame to their offsets in the weight range; values that the weight range does not
-        hold are skipped. unpacked: the values of the whole frame."""
+        """Starts moving the values of an unpacked frame to their offsets in the weight range. Values that the segment's contents
+        leave out are skipped. unpacked: the values of the whole frame."""
         first = segment.tensor.offset_bytes + frame.first_byte
         for content in segment.contents:
             self._sink.store(Span(content, content.begin, content.end), unpacked[content.begin - first : content.end - first])
 
 
 def damaged(segment: Segment, why: str) -> CheckpointError:
-    """Returns the error for a damaged segment, which names the segment's file, tensor and bytes. why: the end of the sentence
-    "bytes A to B ..."."""
+    """Returns the error for a damaged segment, which names the segment's file, tensor and bytes. why: the rest of the sentence that
+    begins with "bytes A to B"."""
     tensor = segment.tensor
     return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")

@@ -1,7 +1,7 @@
 """Reads a checkpoint's tensors, in the order of the layers, into a model's weight range.
 
-All files are opened before the first byte is read, so files that replace them meanwhile are never mixed in. A few threads read.
-The caller's thread only waits, reports progress and checks for a cancellation.
+All files are opened before the first byte is read, so a load never reads a mixture of old and new files if files are replaced
+meanwhile. A few threads read. The caller's thread waits for them, reports progress and checks for a cancellation.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ NUMPY_DECODER = Decoder()
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checked checkpoint whose weight files are all open. shape: the shape of what is loaded: the model, or a device's share of a
-    split model. files: the model's files that were opened, plain or packed ones. headers, descriptors: file name -> header, and
-    file name -> descriptor, those of a draft head's files included."""
+    """A checked checkpoint whose weight files are open. shape: the shape of the model, or of the device's share of a split model,
+    that is loaded. files: the model's files that were opened, either plain or packed ones. headers, descriptors: file name ->
+    header, and file name -> descriptor, also for a draft head's files."""
 
     checkpoint: Checkpoint
     shape: ModelShape
@@ -59,7 +59,7 @@ class OpenCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensors, as they are in the files."""
+        """The bytes of all tensors in the open files, as they are stored."""
         return sum(tensor.num_bytes for header in self.headers.values() for tensor in header.tensors)
 
     @property
@@ -73,8 +73,8 @@ class OpenCheckpoint:
 
     @property
     def packed_reason(self) -> str:
-        """A sentence for the log that says which files are read, if packed files play a part and there was no choice between them
-        and plain ones; "": there is nothing to say."""
+        """A sentence for the log that says which files are read, for the cases in which the load could not choose between packed
+        and plain files; "": the model has no packed files."""
         if self.is_packed:
             return "read its packed files: there are no plain ones"
         if self.shape.split is not None and self.checkpoint.packed_files:
@@ -96,17 +96,17 @@ def open_checkpoint(
 ) -> OpenCheckpoint:
     """Checks a model's folder again, opens its weight files and returns them; `stack` closes them.
 
-    fingerprint: that of the registered model; "" accepts any. in_place: whether reads may write directly into the weight range,
-    whose layout then follows the files; otherwise every parameter is aligned to 64 bytes. wants_packed: called if the folder has
-    both plain and packed files; returns whether to open the packed ones.
+    fingerprint: the fingerprint with which the model was registered; "" accepts any. in_place: whether reads may write directly
+    into the weight range, whose layout then follows the files; if not, every parameter is aligned to 64 bytes. wants_packed: called
+    if the folder has both plain and packed files; returns whether to open the packed ones.
 
-    predicts: whether the model's own predictor, the layer that predicts one token further, is read, too. head: the folder of a
-    draft head whose files are read, too; the fingerprint is then that of both; "": there is none. share: which device's share of
-    the model is read, from plain files if there are any; None: the whole model. name: the name by which the model is served, for
-    the log; "": the folder's name.
+    predicts: whether the model's own predictor, the layer that predicts one token further, is also read. head: the folder of a
+    draft head that is also read, and `fingerprint` is then that of model and head together; "": there is none. share: the device's
+    share of the model that is read, from plain files if there are any; None: the whole model. name: the name by which the model is
+    served, for the log; "": the folder's name.
 
-    Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
-    Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
+    Raises CheckpointError for files that are not valid, and CheckpointChanged if the files differ from the registered ones or are
+    incomplete. Raises UnsupportedModel, which names `parallel`, for a share of a model that cannot be divided in this way."""
     checkpoint = scanned_again(path, "" if head else fingerprint, "model", name)
     shape = checkpoint.predicting if predicts and not head else checkpoint.shape
     if shape is None:
@@ -134,8 +134,8 @@ def open_checkpoint(
 class ReadReport:
     """The amounts that a load has read, in bytes of tensors as they are in the files.
 
-    num_bytes: bytes of the whole checkpoint, or, for a share of a split model, those read for the share. given_bytes: bytes of the
-    share that other ranks have read; they do not count in num_bytes.
+    num_bytes: bytes read, for a whole model those of all tensors; for a share of a split model, given_bytes are not included.
+    given_bytes: bytes of the share that other ranks have read.
 
     direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through a staging slot. refused: file -> why it
     could not be read past the page cache."""
@@ -150,9 +150,9 @@ class ReadReport:
 def planned_reads(
     source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, shares: bool = False
 ) -> list[Read]:
-    """Returns the reads that `stream_weights` will carry out, in that order. dtype, weight_format: how the weights are held. ring:
-    the staging slots, whose size limits a read. shares: whether the ranks of a split model share reads. Raises CheckpointError for
-    a tensor that is missing or has another shape."""
+    """Returns the reads that `stream_weights` carries out, in their order. dtype, weight_format: the dtype and format in which the
+    weights are held. ring: the staging slots, whose size limits a read. shares: whether the ranks of a split model share reads.
+    Raises CheckpointError for a tensor that is missing or has another shape."""
     slots = layout.weight_layout(source.shape, dtype, weight_format)
     readers = layout.readers(source.shape, weight_format) if shares else {}
     return plan_reads(source.headers, slots, dtype, ring.slot_bytes, readers)
@@ -174,13 +174,14 @@ def stream_weights(
     read directly into the weight range pass through slots of `ring`.
 
     weight_format: how matrices are held; they are converted as they arrive. decoder: decodes packed files. shared: the memories
-    through which the ranks of a split model share reads (shared_by); the caller calls `leave` for them afterwards. The calling
-    thread calls progress(bytes done, all bytes) between reads, and cancelled(), which returns whether to stop. The calling thread
-    or a reader thread calls landed(places) when the ranges `places` of the weight range have been filled.
+    through which the ranks of a split model share reads (shared_by); the caller calls `leave` for them afterwards. progress(bytes
+    done, all bytes): called by the calling thread between reads. cancelled(): called by the calling thread; returns whether to
+    stop. landed(places): called by the calling thread or a reader thread when the ranges `places` of the weight range have been
+    filled.
 
     Reads begin in the order of the plan, except for shared ones, and end in any order. When this function returns or raises, no
-    copy to a device is in progress. Reads that do not return are abandoned, with their staging slots, once the load is cancelled or
-    has failed.
+    copy to a device is in progress. If the load is cancelled or fails, reads that do not return are abandoned, with their staging
+    slots.
 
     Raises CheckpointError, which names file, tensor and offset, for weights that cannot be used; CheckpointChanged if the files
     were replaced; ReadCancelled if the load was cancelled; RuntimeError if the device failed."""
@@ -228,12 +229,12 @@ def _check_unchanged(source: OpenCheckpoint) -> None:
 
 
 class _Readers:
-    """The threads that carry out `reads` of a load; each takes the next read in order. landed: called with each read whose weights
-    are in the weight range. shared: the memories through which ranks share reads.
+    """The threads that carry out the reads of a load; each takes the next read in order. A context manager. landed: called with
+    each read whose weights are in the weight range. shared: the memories through which ranks share reads.
 
     On leaving the context the threads end after their current read. A thread whose read does not return within LEAVE_AFTER_S
-    seconds is abandoned: it then touches nothing but its staging slot. The threads do not wait for copies to a device. The caller's
-    thread does, and then frees the buffer that was copied, so that the next read into it can begin."""
+    seconds is abandoned; it then touches nothing but its staging slot. Reader threads do not wait for copies to a device. The
+    caller's thread waits for them, and then gives the staging slot back."""
 
     def __init__(
         self,
@@ -261,8 +262,8 @@ class _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the threads and waits for them. Meanwhile gives the slots of finished reads back to the ring, because a thread may
-        be waiting for a slot."""
+        """Ends the threads and waits for them. Meanwhile the slots of finished reads are given back to the ring, because a thread
+        may be waiting for a slot."""
         self._stopped, leave_s = True, time.monotonic() + LEAVE_AFTER_S
         while self._alive:
             try:
@@ -283,8 +284,8 @@ class _Readers:
             thread.join()
 
     def _leave_behind(self) -> None:
-        """Abandons the threads whose file system call has not returned, and replaces their staging slots. All other threads end by
-        themselves."""
+        """Abandons the threads whose file system call has not returned, and replaces their staging slots. All other threads end on
+        their own."""
         left = [at for at in self._alive if at.call.leave()]
         for at in left:
             self._forget(at)
@@ -292,16 +293,16 @@ class _Readers:
             log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
 
     def _forget(self, at: Fetching) -> None:
-        """Stops waiting for a reader thread, and maps a further staging slot to replace the one that the thread may never give
-        back."""
+        """Stops waiting for a reader thread. If the thread has a staging slot, a further slot is mapped, because the thread may
+        never give its own back."""
         self._alive.discard(at)
         del self._threads[at]
         if at.slot is not None:
             self._ring.replace(at.slot)
 
     def _has_lost_threads(self) -> bool:
-        """Returns whether threads were not started, or have ended without putting their result into `_done`, which happens if
-        memory has run out. No other thread waits for such threads any more, and their staging slots are replaced."""
+        """Returns whether threads have ended, or were never started, without reporting that in `_done`; this happens if memory has
+        run out. Such threads are not waited for any more, and their staging slots are replaced."""
         ended = [at for at in self._alive if not self._threads[at].is_alive()]
         if not ended or not self._done.empty():
             return False
@@ -310,8 +311,9 @@ class _Readers:
         return True
 
     def next_done(self, cancelled: Callable[[], bool]) -> Fetched:
-        """Waits until any read has ended, including its copies to a device, and returns its result. If reads failed, raises the
-        error of the first of them in the plan. Raises ReadCancelled if cancelled() returns True meanwhile."""
+        """Waits until any read has ended, including its copies to a device, and returns its result. If reads have failed, raises
+        the error of the one that comes first in the plan. Raises ReadCancelled if cancelled() returns True while no read has
+        ended."""
         item = self._next(cancelled)
         while isinstance(item, Fetching):
             self._alive.discard(item)
