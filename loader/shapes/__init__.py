@@ -1,1 +1,3 @@
-"""Facts of a model as numbers and types: its sizes, positions, KV, and the checked fields of its configuration."""
+"""Defines the facts about a model that other code computes with: its sizes, positions, KV and dtypes, and the checked fields of its
+configuration.
+"""

@@ -13,8 +13,8 @@ MAX_IDS = 1024  # most ids under one key, such as the ids that end a text
 
 
 class Fields:
-    """One JSON object, whose methods return typed values by key and raise CheckpointError for a value of another type. file: the
-    file's name in errors. prefix: put before keys in errors, for example "rope_scaling."."""
+    """One JSON object of a configuration file. Its methods return typed values by key and raise CheckpointError for a value of
+    another type. file: the file's name in errors. prefix: put before keys in errors, for example "rope_scaling."."""
 
     def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
         self.values, self.file, self.prefix = values, file, prefix
@@ -29,7 +29,7 @@ class Fields:
         return self.values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Returns whether the key exists with the value null. For some keys null means something else than a missing key."""
+        """Returns whether the object has the key with the value null. For some keys null has another meaning than a missing key."""
         return key in self.values and self.values[key] is None
 
     def integer(self, key: str, default: int | None = None, at_least: int = 1, at_most: int = 1 << 40) -> int:
@@ -87,8 +87,8 @@ class Fields:
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Returns the token ids under a key, without repetitions. The value may be one id, a list of ids, or null (no ids); any
-        other value raises CheckpointError."""
+        """Returns the token ids under a key, without repetitions. The value may be one id, a list of ids, or null; null and a
+        missing key give (). Any other value raises CheckpointError."""
         value = self.values.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if len(values) > MAX_IDS:
@@ -107,8 +107,8 @@ class Fields:
 
 
 def json_fields(text: bytes, file: str) -> Fields:
-    """Parses `text`, a configuration file that holds a JSON object, and returns the object. file: the file's name, for errors.
-    Raises CheckpointError if the text is not a JSON object."""
+    """Parses a configuration file that holds a JSON object, and returns the object. text: the file's content. file: the file's
+    name, for errors. Raises CheckpointError if the text is not a JSON object."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

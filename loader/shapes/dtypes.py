@@ -1,4 +1,4 @@
-"""Lists the types in which weights are held, and the bytes of an element of each."""
+"""Lists the dtypes of weights in files and in memory, and the bytes of an element of each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ DTYPE_OF = {
 
 
 def computed_dtype(asked: str, stored: str, kinds: Collection[str]) -> str:
-    """Returns the dtype in which a model is computed. asked: the value of the setting `dtype`. "auto" means the dtype that the
-    checkpoint stores; but a float16 model becomes bfloat16 if every device that may hold it is a cpu device, which has no kernels
-    for float16. kinds: the kinds of these devices (cuda, cpu)."""
+    """Returns the dtype in which a model is computed: the value of the setting `dtype` or, if that is "auto", the dtype that the
+    checkpoint stores. There is one exception to "auto": a float16 model becomes bfloat16 if only cpu devices may hold it, because
+    they have no kernels for float16. asked: the value of the setting. stored: the dtype that the checkpoint stores. kinds: the
+    kinds (cuda, cpu) of the devices that may hold the model."""
     if asked != "auto":
         return asked
     return "bfloat16" if stored == "float16" and set(kinds) == {"cpu"} else stored

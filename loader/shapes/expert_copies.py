@@ -1,9 +1,11 @@
-"""Computes which device holds copies of which experts, and which tokens it computes, for models whose experts are divided among
-devices (expert parallelism). The devices with one part of a layer's experts may also hold experts of other parts (Division.copies).
-The tokens of an expert are then divided among all devices that hold it.
+"""Computes which of a layer's experts each device holds, and which of an expert's tokens it computes, if devices hold copies of
+experts.
 
-A token's slot in the KV cache decides which of these devices computes it, because the slot is the same number on all devices of a
-stage. The token's index in the step would not do: devices may pad a step in different ways.
+With expert parallelism the experts of a layer are divided into parts, and one or several devices have each part. These devices may
+also hold copies of experts of other parts (Division.copies). The tokens of an expert are then divided among all parts that hold it.
+
+A token's slot in the KV cache decides which part computes it, because the slot is the same number on all devices of a stage. The
+token's index in the step is not, since devices may pad a step in different ways.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from loader.shapes.model_shape import Division, ExpertCopies, ExpertShape, Model
 
 
 def refused_copies(shape: ModelShape, division: Division) -> str:
-    """Returns why a model cannot have the copies of experts that a division (Division.copies) asks for, as a sentence; "" if it
+    """Returns why a model cannot have the copies of experts that a division lists (Division.copies), as a sentence; "" if it
     can."""
     experts, copies = shape.experts, division.copies
     if experts is None or division.expert_parts == 1:
@@ -31,8 +33,8 @@ def refused_copies(shape: ModelShape, division: Division) -> str:
 
 
 def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopies:
-    """Returns one possible choice of copies of experts, from which the sizes of a model are computed. In each layer, the devices
-    with each part of the experts get copies of the first `number` experts that they lack, or of all of these if there are fewer."""
+    """Returns one possible choice of copies of experts, for computing the memory that a model takes with copies. In each layer,
+    each part of the experts gets copies of the first `number` experts that it lacks, or of all that it lacks if these are fewer."""
     experts = shape.experts
     assert experts is not None
     num_own, every = experts.num_experts // division.expert_parts, range(experts.num_experts)
@@ -41,13 +43,13 @@ def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopi
 
 
 def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:
-    """Returns for each of a layer's experts which of its tokens this share of the model computes: (number of devices that hold the
-    expert, index of this share among these holders, index of the expert among those that this share holds). The last two are -1 if
-    the share does not hold the expert. A holder computes the tokens whose slot in the KV cache, modulo the number of holders, is
-    the holder's index.
+    """Returns, for each expert of a layer, which of its tokens this share of the model computes: (number of holders, index of this
+    share's part among the holders, index of the expert among those that this share holds). The holders are the parts of the layer's
+    experts that contain the expert or a copy of it. The last two numbers are -1 if the share does not hold the expert. A holder
+    computes the tokens whose slot in the KV cache, modulo the number of holders, is the holder's index.
 
-    Which holder has the index 0 differs from expert to expert and from layer to layer; otherwise the first holder would compute
-    most tokens in steps with few tokens."""
+    The order of an expert's holders is rotated by the expert's index plus the layer's index. Otherwise the first holder would
+    compute most tokens in steps with few tokens."""
     held = [share.experts_of(part, layer, experts.num_experts) for part in range(share.expert_parts)]
     own = {expert: at for at, expert in enumerate(held[share.expert_part])}
     found = []

@@ -14,8 +14,9 @@ class KVDtype:
     """A type in which keys and values can be held.
 
     name: a dtype of models, or a value of the setting `kv_cache_dtype`. item_bytes: bytes of an element. scale_bytes: bytes of the
-    scale that the elements of one head of a token share; 0: there is none. device_kinds: the kinds of devices (cuda, cpu) that have
-    kernels for the type; (): all. capability: the lowest compute capability of a GPU that can compute with it, (8, 9) for 8.9."""
+    scale that the elements of one token in one head share; 0: there is no scale. device_kinds: the kinds of devices (cuda, cpu)
+    that have kernels for the type; (): all. capability: the lowest compute capability of a GPU that can compute with it; (8, 9)
+    means 8.9."""
 
     name: str
     item_bytes: int
@@ -33,7 +34,8 @@ class KVDtype:
 
     @property
     def about_devices(self) -> str:
-        """A text for messages that says which kinds of devices have kernels for this type, if only some do."""
+        """A clause for messages that says which kinds of devices have kernels for this type. Only for a type that some kinds
+        lack."""
         return f"{self.name} is built for {' and '.join(self.device_kinds)} devices only"
 
 
@@ -50,7 +52,7 @@ def kv_dtype_named(name: str) -> KVDtype:
 
 
 def asked_kv_cache_dtype(setting: str) -> str:
-    """Returns the name in KV_CACHE_DTYPES that the setting `kv_cache_dtype` asks for; "" for the model's dtype."""
+    """Returns the name in KV_CACHE_DTYPES that the setting `kv_cache_dtype` asks for; "": it asks for the model's dtype."""
     return setting if setting in KV_CACHE_DTYPES else ""
 
 

@@ -1,5 +1,6 @@
-"""Computes the KV groups of a model, and how much memory its KV takes: bytes of a token and of a block, and the chunks that a
-sequence needs. A KV group consists of layers that share block tables; a chunk is the unit in which memory is given to models.
+"""Computes the KV groups of a model and how much memory its KV takes: the bytes of a token and of a block, and the number of chunks
+that a sequence needs. A KV group consists of layers that share block tables; a chunk is the unit in which memory is given to
+models.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ _FEW_STATES = 8  # states that one sequence holds, with up to 4,096 tokens in a 
 class KVGroupSpec:
     """A KV group: layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers.
 
-    layers: the layers for which a block has room, by index. Blocks must have the same size in all pipeline stages, so every stage
-    has room for as many layers of the group as the stage with the most of them; unused room is marked by NO_LAYER.
+    layers: the layers for which a block has room, by index. Blocks must have the same size in all pipeline stages, so each stage
+    has as many places as the stage with the most layers of the group; places without a layer are NO_LAYER.
 
-    In a `full` group a query at position p attends to [0, p], and window_tokens is 0. In a `window` group it attends to positions
-    [p - window_tokens + 1, p]. In a `chunked` group it attends to the positions up to p of its own chunk of window_tokens, which
-    begins at p // window_tokens * window_tokens. A `latent` group is full, and its tokens have one vector for all heads
-    (LatentShape).
+    kind: which positions a query at position p attends to. "full": [0, p]; window_tokens is 0. "window": [p - window_tokens + 1,
+    p]. "chunked": positions are divided into chunks of window_tokens, and a query attends to its own chunk up to p. "latent": as
+    "full", but the KV of a token is one vector for all heads (LatentShape). "state": the layers keep a state instead of KV.
 
-    A block of a `state` group holds the state of all these layers after the last computed token within a block of tokens
-    (scheduler/batch/group_cache.py). snapshot_tokens: a prompt saves a state after each multiple of this number of tokens; 0 for
-    groups of other kinds. window_tokens of a `state` group is block_tokens + 1."""
+    A block of a "state" group holds one state of a sequence in all these layers: the one after the last computed token among the
+    block's tokens (scheduler/batch/group_cache.py). snapshot_tokens: a prompt saves a state after each multiple of this number of
+    tokens; 0 for groups of other kinds. window_tokens of a "state" group is block_tokens + 1."""
 
     kind: str  # full, window, chunked, latent, state
     block_tokens: int
@@ -44,15 +44,14 @@ class KVGroupSpec:
 
     @property
     def reach(self) -> int:
-        """The length of the window in the form that kernels expect: window_tokens (0: a query attends to all earlier tokens), or
-        -window_tokens in a chunked group."""
+        """The window as kernels expect it: window_tokens, where 0 means that a query attends to all earlier tokens; in a chunked
+        group -window_tokens."""
         return -self.window_tokens if self.kind == "chunked" else self.window_tokens
 
 
 def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
     """Returns the dimensions of one token's KV in a layer: (2 for keys and values, number of KV heads, size of a head in elements).
-    For latent attention they are (1, 1, size of the latent with the keys' RoPE dimensions). All layers of a KV group have the
-    same."""
+    With latent attention they are (1, 1, size of a latent and of the keys' dimensions with RoPE together)."""
     if shape.latent is not None and not (shape.eagle is not None and layer == shape.num_layers):
         return 1, 1, shape.latent.token_values
     heads = shape.heads_of(layer)
@@ -60,9 +59,9 @@ def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
 
 
 def group_token_dims(shape: ModelShape, group: KVGroupSpec) -> tuple[int, int, int]:
-    """Returns the dimensions of one token's KV in the layers of a KV group: (2 for keys and values, number of KV heads, size of a
-    head in elements), or for latent attention (1, 1, size of the latent with the keys' RoPE dimensions). For a group of states the
-    result has no meaning. In a pipeline stage without layers of the group it is that of the other stages."""
+    """Returns the dimensions of one token's KV in a layer of a KV group, as `kv_token_dims` does; all layers of a group have the
+    same. In a pipeline stage without layers of the group, returns those of the group's layers in other stages. For a group of
+    states the result has no meaning."""
     layer, windows = group.layers[0], _windows(shape)
     if layer == NO_LAYER:
         layer = next((one for one in shape.attention_layers if windows[one] == group.window_tokens), layer)
@@ -76,7 +75,7 @@ def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
 
 
 def state_bytes(shape: ModelShape) -> int:
-    """Returns the bytes of one state of a sequence, in float32, in all layers of the gated delta rule; 0 if there are no such
+    """Returns the bytes of one state (float32) of a sequence in all layers of the gated delta rule; 0 if the model has no such
     layers."""
     if shape.delta is None:
         return 0
@@ -84,27 +83,26 @@ def state_bytes(shape: ModelShape) -> int:
 
 
 def is_bounded(shape: ModelShape) -> bool:
-    """Returns whether some layers keep only the KV of a sliding window or chunk of a sequence's tokens, or a state instead of
-    KV."""
+    """Returns whether some layers keep only a bounded part of a sequence: the KV of a sliding window or of a chunk, or a state."""
     return any(shape.layer_windows) or shape.delta is not None
 
 
 def has_several_groups(shape: ModelShape) -> bool:
-    """Returns whether memory for KV is reserved in separate chunks for each KV group (layers that share block tables). That is so
-    if the model has layers with windows or states, or a head that drafts tokens."""
+    """Returns whether the scheduler reserves memory for KV separately for each KV group (layers that share block tables), in whole
+    chunks. It does if the model has layers with windows or states, or a head that drafts tokens."""
     return is_bounded(shape) or shape.eagle is not None
 
 
 def _windows(shape: ModelShape) -> tuple[int, ...]:
-    """Returns the window of each layer in tokens; 0: the layer has full attention. A further 0 at the end is for the layer of a
-    predictor, whether or not there is one."""
+    """Returns the window of each layer in tokens; 0: the layer has full attention. One more 0 follows, for the layer that drafts
+    tokens, whether or not there is one."""
     return (*(shape.layer_windows or (0,) * shape.num_layers), 0)
 
 
 def _counted_layers(shape: ModelShape) -> list[int]:
-    """Returns layers by which to count the KV bytes that a device holds for each token. For a whole model they are all layers that
-    keep KV. For a pipeline stage they are, for each length of window, as many of the model's first layers as a block of the stage
-    has room for: only their number and sizes matter, not which layers they are."""
+    """Returns layers whose KV bytes add up to what a device holds for each token. For a whole model they are all layers that keep
+    KV. For a pipeline stage, they stand for the layers for which blocks have room: for each length of window, as many layers of the
+    whole model as there are places, whichever these layers are, since all of them have KV of the same size."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
         layers = [layer for layer in shape.attention_layers if windows[layer] == window]
@@ -113,9 +111,9 @@ def _counted_layers(shape: ModelShape) -> list[int]:
 
 
 def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the layers of a KV group for which blocks on a device have room. layers: all layers of the group. For a pipeline
-    stage the result is the stage's own layers among these, filled up with NO_LAYER to the number that the stage with the most of
-    them has."""
+    """Returns the layers of a KV group for which a block on a device has room. layers: all layers of the group. For a whole model
+    the result is `layers`. For a pipeline stage it is the stage's own layers among these, followed by as many NO_LAYER as make it
+    as long as that of the stage with the most layers of the group."""
     share = shape.split
     if share is None or not share.stage_ends:
         return tuple(layers)
@@ -131,15 +129,14 @@ def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
 
 
 def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
-    """Returns the bytes of a KV block of block_tokens tokens, for a model whose layers all form one KV group (share block
+    """Returns the bytes of a KV block of block_tokens tokens, for a model whose layers form a single KV group (share block
     tables)."""
     return kv_bytes_per_token(shape, kv_dtype) * block_tokens
 
 
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
-    """Returns the model's KV groups (layers that share block tables): first that of the layers with full attention, then one for
-    each length of sliding window, in ascending order, then that of layers that keep states, then that of a head that drafts
-    tokens."""
+    """Returns the model's KV groups (layers that share block tables) in this order: that of the layers with full attention, one for
+    each length of sliding window (ascending), that of the layers that keep states, and that of a head that drafts tokens."""
     windows, with_keys = _windows(shape), shape.attention_layers
     groups = []
     own_layers = with_keys if shape.eagle is None else with_keys[:-1]
@@ -160,11 +157,12 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
 
 
 def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
-    """Returns how many chunks (units in which memory is given to models) hold all blocks of one sequence of max_model_len tokens in
-    one KV group. The memory of one more block is added, because blocks do not begin and end where chunks do.
+    """Returns how many chunks (units in which memory is given to models) are needed for all blocks that one sequence of
+    max_model_len tokens has at a time in a KV group. Room for one more block is included, because blocks do not begin and end where
+    chunks do.
 
-    For a group with sliding windows it is enough for the window and the part of a prompt that a step computes; for a group of
-    states, for the states before that part, within it, and at its end (GroupCache.most_blocks)."""
+    In a group with sliding windows a sequence has blocks for the window and for the part of a prompt that one step computes; in a
+    group of states, for the states before that part, within it, and at its end (GroupCache.most_blocks)."""
     blocks = -(-max_model_len // group.block_tokens)
     if group.snapshot_tokens:
         blocks = min(blocks, 4 - (-max_num_batched_tokens // group.snapshot_tokens))
@@ -176,16 +174,16 @@ def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens:
 def kv_reserved_bytes(
     shape: ModelShape, kv_dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
 ) -> int:
-    """Returns the bytes of the chunks that one sequence of max_model_len tokens needs if each KV group has chunks of its own. The
-    one chunk that the scheduler's ledger adds for every model is not included."""
+    """Returns the bytes of the chunks that the scheduler reserves for one sequence of max_model_len tokens if each KV group has
+    chunks of its own, less one chunk, which the scheduler's ledger adds for every model."""
     groups = kv_groups(shape, kv_dtype, block_tokens)
     return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
 
 
 def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
-    """Returns the context length in tokens with which a model is served by default: the checkpoint's, or as many tokens as fit into
-    a quarter of the device if that is less, but at least 2,048. A layer with a sliding window counts with at most the KV of its
-    window, a layer that keeps states with a few states."""
+    """Returns the context length in tokens with which a model is served by default. It is the checkpoint's, or the number of tokens
+    whose KV fits into a quarter of the device's budget if that is less, but at least 2,048. A layer with a sliding window counts
+    with at most the KV of its window, a layer that keeps states with _FEW_STATES states."""
     if shape.is_encoder:
         return shape.max_position_embeddings
     windows = {layer: shape.layer_windows[layer] for layer in _counted_layers(shape) if any(shape.layer_windows)}

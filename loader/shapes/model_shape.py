@@ -1,5 +1,5 @@
-"""Defines the shape of a model of any family: the sizes and settings from config.json that the engine and the memory accounting
-need.
+"""Defines the shape of a model of any family: the sizes and settings from config.json by which the engine computes and memory is
+planned.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SIGMOID, IDENTITY = "sigmoid", "identity"
 
 @dataclass(slots=True, frozen=True)
 class SigmoidShape:
-    """The sizes of a router whose scores pass through a sigmoid, or through a softmax (by_softmax). It chooses a token's experts in
-    two steps: first some groups of experts, then experts within them (reference.route_by_sigmoid)."""
+    """The settings of a router that chooses a token's experts in two steps: first some groups of experts, then experts within them
+    (reference.route_by_sigmoid). by_softmax: whether the router's scores pass through a softmax instead of a sigmoid."""
 
     num_groups: int  # number of equal groups of a layer's experts
     num_chosen_groups: int  # number of groups whose experts a token may pass through
@@ -26,8 +26,8 @@ class SigmoidShape:
 
 @dataclass(slots=True, frozen=True)
 class TemperatureShape:
-    """The settings by which queries are scaled with their position p, a number of tokens: they are multiplied by 1 + scale * ln(1 +
-    floor((p + 1) / tokens)) (temperature_of in engine/ops/reference.py)."""
+    """The settings by which queries are scaled depending on their position p: they are multiplied by 1 + scale * ln(1 + floor((p +
+    1) / tokens)) (temperature_of in engine/ops/reference.py)."""
 
     scale: float
     tokens: int
@@ -48,9 +48,9 @@ LAST_TOKEN = "lasttoken"  # ModelShape.pooling of a decoder: the vector is the l
 
 @dataclass(slots=True, frozen=True)
 class ExpertShape:
-    """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
+    """The experts of a model (loader/architectures/experts.py). Every layer has experts, except dense_layers, which have an MLP of
     ModelShape.intermediate_size. In the shape of a device's share of a split model (SplitShape), intermediate_size and shared_size
-    are those of the share."""
+    are the share's."""
 
     num_experts: int  # number of experts of a layer
     num_chosen: int  # number of experts that each token passes through
@@ -70,16 +70,16 @@ class ExpertShape:
 
     @property
     def own(self) -> range:
-        """The indices, among a layer's experts, of those whose matrices the model or this share of it has; they are the same in
-        every layer. Copies that this share has of other shares' experts are not included."""
+        """The indices of the experts of a layer whose matrices the model, or a device's share of it, has; they are the same in
+        every layer. Copies of experts that belong to other shares are not included."""
         return range(self.first_own, self.first_own + (self.num_own or self.num_experts))
 
 
 @dataclass(slots=True, frozen=True)
 class HeadShape:
-    """The heads of a layer with attention. keys_are_values: one projection makes keys and values; its output is the values, and the
-    keys are this output after a norm and rotary embedding (RoPE). reads_only: the layer makes only queries, and reads the keys and
-    values of an earlier layer."""
+    """The KV heads of a layer with attention. keys_are_values: one projection makes both keys and values; the values are its
+    output, and the keys are the same output after a norm and rotary embedding (RoPE). reads_only: the layer makes only queries, and
+    reads the keys and values of an earlier layer."""
 
     num_kv_heads: int
     head_dim: int  # dimensions of a head of queries, keys or values
@@ -95,8 +95,9 @@ class HeadShape:
 
 @dataclass(slots=True, frozen=True)
 class LayerInputShape:
-    """The sizes of the additional inputs of layers (engine/layers/layer_inputs.py). A layer's input for a token comes from an
-    embedding table with inputs for all layers, and from a projection of the token's embedding."""
+    """The sizes of per-layer inputs (engine/layers/layer_inputs.py): vectors that each layer reads for each token besides the
+    residual. Such a vector is computed from a row of an embedding table for all layers, and from a projection of the token's
+    embedding."""
 
     vocab_size: int
     width: int  # size of one layer's input for a token
@@ -123,7 +124,7 @@ class LatentShape:
 @dataclass(slots=True, frozen=True)
 class DeltaShape:
     """The sizes of layers of the gated delta rule (https://arxiv.org/abs/2412.06464). The state that such a layer keeps of a
-    sequence is a matrix for each value head, and the convolution's inputs for the last tokens."""
+    sequence consists of a matrix for each value head, and of the convolution's inputs for the last tokens."""
 
     layers: frozenset[int]  # layers with the delta rule; the others have attention
     num_key_heads: int  # number of heads of queries and of keys; each serves the same number of value heads
@@ -135,11 +136,11 @@ class DeltaShape:
 
     @property
     def conv_width(self) -> int:
-        """The number of elements that the queries, keys and values of one token have in all, over which the convolution runs."""
+        """The number of elements of one token over which the convolution runs: those of its queries, keys and values together."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def with_key_heads(self, num: int) -> DeltaShape:
-        """Returns the sizes with `num` key heads, each of which serves the same number of value heads as before."""
+        """Returns a copy of the sizes with `num` key heads. Each of them serves as many value heads as before."""
         return replace(self, num_key_heads=num, num_value_heads=self.num_value_heads * num // self.num_key_heads)
 
     @property
@@ -152,18 +153,19 @@ class DeltaShape:
 class EagleShape:
     """The sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py).
 
-    layer: the shape of this layer. family: the layer's model_type. outer_prefix: prefix of the names of all the head's tensors in
-    its files. layer_prefix: the prefix that follows it in the names of the layer's tensors.
+    layer: the shape of this layer. family: the layer's model_type. outer_prefix: prefix of the names of the head's tensors in its
+    files, except those of the output matrix and of the offsets to token ids. layer_prefix: the prefix that follows it in the names
+    of the layer's tensors.
 
-    draft_vocab_size: number of tokens that the head can draft. has_offsets: whether they are not simply the first tokens of the
-    model's vocabulary, so that the files hold offsets to the model's token ids.
+    draft_vocab_size: number of tokens that the head can draft. has_offsets: whether the files hold, for each of these tokens, the
+    offset from its index to its id in the model's vocabulary; if not, they are the first tokens of the vocabulary.
 
-    read_layers: indices of the model's layers whose inputs (hidden states) the head reads; the number of layers stands for the
-    output of the last one. target_size: width of these states, in elements.
+    read_layers: indices of the model's layers whose inputs (hidden states) the head reads; the index num_layers means the output of
+    the last layer. target_size: width of these states, in elements.
 
     has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is taken after the norm of the
-    state. one_norm: one norm over all states together; norms: a norm for each state. norm_output: the state that the head outputs
-    passes through a norm before the next draft reads it."""
+    state. one_norm: one norm is applied to all states that the head reads together; norms: each of these states has a norm.
+    norm_output: the state that the head outputs passes through a norm before the next draft reads it."""
 
     layer: ModelShape
     family: str
@@ -184,9 +186,9 @@ class Division(NamedTuple):
     """The way in which a model is divided among devices. size: number of devices. num_stages: number of pipeline stages; each has
     consecutive layers, and all have the same number of devices.
 
-    expert_parts: number of parts, of whole experts, into which the experts of a layer are divided (expert parallelism); each expert
-    is divided among the devices of a stage that hold its part. copies: further experts that the devices with each part hold
-    (loader/shapes/expert_copies.py); (): none."""
+    expert_parts: number of parts, of whole experts, into which the experts of a layer are divided (expert parallelism). If several
+    devices of a stage have a part, each of its experts is divided among them. copies: for each layer and part, the experts of other
+    parts of which the devices with this part hold copies (loader/shapes/expert_copies.py); (): none."""
 
     size: int
     expert_parts: int = 1
@@ -200,7 +202,7 @@ class Division(NamedTuple):
 
     @property
     def inner_parts(self) -> int:
-        """The number of parts into which each expert is divided: one for each device of a stage that holds the expert."""
+        """The number of devices of a stage that have the same experts. Each of these experts is divided among them."""
         return self.stage_size // self.expert_parts
 
     def stage_of(self, rank: int) -> int:
@@ -217,17 +219,17 @@ class DeviceShare(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SplitShape:
-    """The share of a split model that a ModelShape describes. In such a ModelShape num_heads, num_kv_heads, intermediate_size,
-    experts and the like are those of the share; all other sizes are those of the whole model.
+    """Describes which share of a split model a ModelShape is about. In such a ModelShape num_heads, num_kv_heads, the intermediate
+    sizes, the experts and the heads of delta layers are those of the share; all other sizes are those of the whole model.
 
     rank: index of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
     experts, into which the experts of a layer are divided.
 
-    num_kv_heads: number of KV heads of the whole model if several devices hold the same head, because there are fewer heads than
-    devices; 0: no head is on several devices. num_full_kv_heads: the same for ModelShape.full_heads.
+    num_kv_heads: number of KV heads of the whole model; 0: it is ModelShape.num_kv_heads times `size`. It is given because several
+    devices hold the same head if there are fewer heads than devices. num_full_kv_heads: the same for ModelShape.full_heads.
 
     stage: index of the pipeline stage. stage_ends: for each stage, the index of its last layer plus 1; (): the layers are not
-    divided. copies: the further experts that the devices with each part hold (Division), of all parts."""
+    divided. copies: as in Division, for all parts."""
 
     rank: int
     size: int
@@ -257,25 +259,25 @@ class SplitShape:
         return self.stage == self.num_stages - 1
 
     def layers_of(self, stage: int) -> range:
-        """Returns the indices of the layers that the pipeline stage with the index `stage` computes. Only for a model whose layers
+        """Returns the indices of the layers that a pipeline stage computes. stage: the stage's index. Only for a model whose layers
         are divided into stages."""
         return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
 
     @property
     def expert_part(self) -> int:
-        """The index (from 0) of the part of each layer's experts that this share has. A layer's experts are divided into
-        expert_parts parts."""
+        """The index (from 0) of the part of each layer's experts that this share has; there are expert_parts parts."""
         return self.rank // self.division.inner_parts
 
     @property
     def inner_part(self) -> int:
-        """The index (from 0) of the slice that this share has of each of its experts, if several devices of a stage divide each
-        expert among them."""
+        """The index (from 0) of this share's slice of each expert that it has, if an expert is divided among several devices of a
+        stage."""
         return self.rank % self.division.inner_parts
 
     def experts_of(self, part: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
-        """Returns the indices of the experts of a layer that the devices with the part `part` hold, copies included, in ascending
-        order. layer: the layer's index; None: copies are left out. num_experts: number of experts of the layer."""
+        """Returns the indices of the experts of a layer that the devices with a part of the experts hold, in ascending order. part:
+        the part's index. layer: the layer's index, by which copies of other parts' experts are included; None: copies are left out.
+        num_experts: number of experts of the layer."""
         num_own = num_experts // self.expert_parts
         own = range(part * num_own, (part + 1) * num_own)
         copies = self.copies[layer] if layer is not None and layer < len(self.copies) else ()
@@ -284,8 +286,8 @@ class SplitShape:
 
 @dataclass(slots=True, frozen=True)
 class ModelShape:
-    """The sizes and settings of one model. Sizes are numbers of elements, lengths are in tokens. What all models of a family have
-    in common is in the family's description (loader/architectures) instead."""
+    """The sizes and settings of one model. Sizes are numbers of elements, lengths are numbers of tokens. What is the same in all
+    models of a family is in the family's description (loader/architectures), not here."""
 
     architecture: str
     hidden_size: int
@@ -358,8 +360,8 @@ class ModelShape:
         return split.layers_of(split.stage)
 
     def experts_of(self, layer: int) -> tuple[int, ...]:
-        """Returns the indices of the experts of a layer whose matrices the model or this share of it has, copies included, in
-        ascending order. Only for a mixture of experts."""
+        """Returns the indices of the experts of a layer whose matrices the model, or a device's share of it, has. They are in
+        ascending order and include copies of other shares' experts. Only for a mixture of experts."""
         assert self.experts is not None
         if (split := self.split) is None:
             return tuple(self.experts.own)
@@ -367,8 +369,8 @@ class ModelShape:
 
     @property
     def num_writing_layers(self) -> int:
-        """The number of layers, from the first one on, that compute keys and values themselves. All later layers read those of
-        earlier layers."""
+        """The number of layers that compute keys and values themselves; they are the first ones. Each later layer reads those of
+        one of them."""
         return self.num_layers - self.num_reading_layers
 
     @property
@@ -378,14 +380,14 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The indices of the layers that keep keys and values of each token. Layers of the gated delta rule, and layers that read
-        other layers' KV, are left out; the layer that drafts tokens, if it is loaded, comes last."""
+        """The indices of the layers that keep keys and values of each token. The layer that drafts tokens comes last, if it is
+        loaded. Layers of the gated delta rule, and layers that read other layers' KV, are left out."""
         own = tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
         return (*own, self.num_layers) if self.predicts else own
 
     def heads_of(self, layer: int) -> HeadShape:
-        """Returns the number and size of the heads in a layer with attention; sliding-window layers may have other heads than
-        full-attention layers. layer: index of the layer; num_layers stands for the layer that drafts tokens."""
+        """Returns the KV heads of a layer with attention; they may differ between layers with and without sliding windows. layer:
+        index of the layer; num_layers means the layer that drafts tokens."""
         if self.eagle is not None and layer == self.num_layers:
             return HeadShape(self.eagle.layer.num_kv_heads, self.eagle.layer.head_dim)
         heads = self.full_heads
@@ -394,8 +396,8 @@ class ModelShape:
         return replace(heads, reads_only=True) if self._reads(layer) else heads
 
     def kv_layer(self, layer: int) -> int:
-        """Returns the index of the layer whose keys and values a layer reads. That is the layer itself or, if it reads those of
-        another one, the last layer with the same window length that computes keys and values itself."""
+        """Returns the index of the layer whose keys and values a layer reads. It is the layer itself or, for a layer that computes
+        none, the last layer with the same window length that does."""
         if not self._reads(layer):
             return layer
         windows = self.layer_windows
@@ -403,8 +405,8 @@ class ModelShape:
 
     @property
     def first_joined_layer(self) -> int:
-        """The index of the first layer that must be in the same pipeline stage as the last one: the first layer whose keys and
-        values another layer reads or, if there is none, the last layer."""
+        """The index of the first layer that must be in the same pipeline stage as the last layer: the first one whose keys and
+        values a later layer reads. If no layer reads those of another one, it is the last layer."""
         reading = range(self.num_writing_layers, self.num_layers)
         return min(map(self.kv_layer, reading), default=self.num_layers - 1)
 
@@ -422,7 +424,8 @@ class ModelShape:
 
     @property
     def kinds_of_heads(self) -> tuple[HeadShape, ...]:
-        """The heads of full-attention layers and those of sliding-window layers; one entry if both are the same."""
+        """The KV heads of full-attention layers and those of sliding-window layers, in this order; one entry if both are the
+        same."""
         usual = HeadShape(self.num_kv_heads, self.head_dim)
         return (usual,) if self.full_heads is None else (self.full_heads, usual)
 
@@ -432,8 +435,8 @@ class ModelShape:
 
     @property
     def widest_key(self) -> int:
-        """The number of elements of one token's keys, over all KV heads, in the layer where they have the most; values have as
-        many."""
+        """The number of elements of one token's keys in all KV heads of a layer, in the layer with the most. Its values have the
+        same number."""
         return max(heads.num_kv_heads * heads.head_dim for heads in self.kinds_of_heads)
 
     @property
@@ -442,8 +445,8 @@ class ModelShape:
 
     @property
     def rotary_head_dims(self) -> tuple[int, int]:
-        """The dimensions of a head to which rotary embedding (RoPE) may apply, in full-attention and in sliding-window layers. It
-        may still apply to only a part of them (RopeParameters.partial_rotary_factor)."""
+        """The numbers of dimensions of a head to which rotary embedding (RoPE) may apply: (in full-attention layers, in
+        sliding-window layers). RoPE may be limited to a part of them (RopeParameters.partial_rotary_factor)."""
         if self.latent is not None:
             return self.latent.rope_dim, self.latent.rope_dim
         return self.kinds_of_heads[0].head_dim, self.head_dim

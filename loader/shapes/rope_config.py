@@ -1,5 +1,5 @@
-"""Reads the settings of the rotary embedding (RoPE) from a config.json, in both forms: `rope_parameters` (transformers 5), or
-`rope_theta` and `rope_scaling` (before).
+"""Reads the settings of the rotary embedding (RoPE) from a config.json, which transformers 5 writes under `rope_parameters`, and
+earlier versions under `rope_theta` and `rope_scaling`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ _ROTATED_KEY = "no_rope_layers"  # in spite of its name, a list with 1 for layer
 
 @dataclass(slots=True, frozen=True)
 class RopeRules:
-    """The settings of rotary embedding (RoPE) that a family's config.json may have.
+    """The settings of rotary embedding (RoPE) that a family's config.json may have, and their defaults.
 
     theta: the base of the frequencies if config.json gives none. scaling: (key, value) pairs that apply if config.json has no RoPE
-    settings; with is_local, only to layers with full attention.
+    settings; with is_local, they apply only to layers with full attention.
 
     may_be_partial: whether RoPE may apply to only a part of each head's dimensions, and LongRoPE may scale the frequencies.
-    partial: that part, as a fraction, if config.json gives none. may_be_proportional: whether the rope_type may be "proportional".
-    interleaved: whether a pair is two neighbouring dimensions, instead of one of the first half and one of the second.
+    partial: the fraction of the dimensions to which it applies if config.json gives none. may_be_proportional: whether the
+    rope_type may be "proportional". interleaved: whether RoPE rotates pairs of neighbouring dimensions; if not, a pair is one
+    dimension of the first half and one of the second.
 
     is_local: whether sliding-window layers have frequencies of their own. local_theta: their base if config.json gives none; None:
     the base of the other layers. only_windows: whether RoPE applies only in layers with windows. only_listed: whether it applies
-    only in layers with a 1 in the key no_rope_layers."""
+    only in layers for which the key no_rope_layers has a 1."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -49,17 +50,17 @@ class RopeParameters:
     kind: one of ROPE_TYPES, "longrope" or PROPORTIONAL.
 
     partial_rotary_factor: the fraction of each head's dimensions to which RoPE applies. score_factor: factor of attention's scores,
-    which latent attention applies (yarn). extended_to: the number of positions to which the scaling extends the context, if that
-    may be more than config.json gives (yarn, dynamic), else 0.
+    which only latent attention applies (yarn). extended_to: the context length in positions that the scaling reaches, which may
+    exceed the one that config.json gives (yarn, dynamic); 0: the scaling does not say.
 
     longrope: short_factors and long_factors have one factor per frequency, for sequences within original_max_position_embeddings
     and for longer ones; cosines and sines are multiplied by attention_factor.
 
-    yarn: dimensions that rotate at least beta_fast times within the original length keep their frequency; those that rotate at most
-    beta_slow times have it divided by `factor`.
+    yarn: dimensions that rotate at least beta_fast times within original_max_position_embeddings keep their frequency; those that
+    rotate at most beta_slow times have it divided by `factor`.
 
-    proportional: frequencies are those of a head to which RoPE applies as a whole; of these only the fastest, a fraction
-    partial_rotary_factor, are kept, and the others are 0."""
+    proportional: frequencies are computed as for a head to which RoPE applies as a whole. Only the fastest ones are kept, a
+    fraction partial_rotary_factor of all; the others become 0."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -85,12 +86,13 @@ class RopeParameters:
 def parse_rope(
     fields: Fields, name: str, rules: RopeRules, head_dim: int, full_head_dim: int, max_position_embeddings: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """Returns two settings of rotary embedding (RoPE): those of layers with full attention, and those of layers with sliding
-    windows (None: all layers have the first ones).
+    """Returns the settings of rotary embedding (RoPE) for two kinds of layers: (layers with full attention, layers with sliding
+    windows). The second is None if all layers have the same settings.
 
-    fields: config.json. name: the architecture, for errors. head_dim: dimensions of a head. full_head_dim: the same in layers with
-    full attention, if both kinds of layers have settings of their own. max_position_embeddings: the longest context by config.json,
-    in tokens. Raises UnsupportedModel for settings that are not served, and CheckpointError for a wrong value."""
+    fields: config.json. name: the architecture, for errors. rules: what the family's config.json may say. head_dim: dimensions of a
+    head. full_head_dim: dimensions of a head in layers with full attention; used only if the two kinds have different settings.
+    max_position_embeddings: the longest context by config.json, in tokens. Raises UnsupportedModel for settings that are not
+    served, and CheckpointError for a wrong value."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     nothing = Fields({}, fields.file)
     has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)
@@ -119,9 +121,9 @@ def parse_rope(
 
 
 def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Returns, for each layer, whether rotary embedding (RoPE) applies in it. The list `no_rope_layers` decides (1: it applies);
-    without the list it applies in all but the last of every `no_rope_layer_interval` layers. Raises CheckpointError for a list that
-    is not valid."""
+    """Returns, for each layer, whether rotary embedding (RoPE) applies in it: it does if the list `no_rope_layers` has a 1 for the
+    layer. Without that list, RoPE applies in all layers except the last of every `no_rope_layer_interval`. Raises CheckpointError
+    for a list that is not valid."""
     interval = fields.integer("no_rope_layer_interval", 4)
     given = fields.values.get(_ROTATED_KEY) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
@@ -197,8 +199,9 @@ def _proportional(given: Fields, theta: float, head_dim: int) -> RopeParameters:
 
 
 def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_position_embeddings: int) -> RopeParameters:
-    """Reads the parameters of YaRN (https://arxiv.org/abs/2309.00071) and returns them. given: the object of RoPE settings. fields:
-    config.json, whose own key original_max_position_embeddings has precedence over the one in `given`, as in transformers."""
+    """Returns the parameters of YaRN (https://arxiv.org/abs/2309.00071). given: the object of config.json with the RoPE settings.
+    fields: config.json itself; if it has the key original_max_position_embeddings outside `given`, that value is used, as in
+    transformers. share: the fraction of each head's dimensions to which RoPE applies."""
     holder = fields if fields.has("original_max_position_embeddings") else given
     original = holder.integer("original_max_position_embeddings", max_position_embeddings)
     is_given = holder.has("original_max_position_embeddings")
@@ -229,7 +232,7 @@ def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_positio
 
 def _yarn_scale(factor: float, weight: float) -> float:
     """Returns YaRN's factor of cosines and sines, 0.1 * weight * ln(factor) + 1; 1 if factor is at most 1. factor: by how much the
-    context is extended. With weight 1 the result is the paper's square root of 1/t."""
+    context is extended. weight: 1 in the paper, where the result is called the square root of 1/t."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
