@@ -1,9 +1,9 @@
-"""Computes how much memory a model takes on given devices, which need not exist here: its weights, its work space (memory of a
-step), its KV, and how many tokens fit.
+"""Computes how much memory a model takes on given devices, which need not exist on this machine: its weights, its work space (the
+memory of a step), its KV, and how many tokens fit.
 
 On several devices the figures are those of the largest share, as it would be loaded (loader/sizes/slices.py). For models that
-cannot be divided in that way the figures are what one would expect of tensor parallelism: each device holds an equal part of the
-matrices and of the KV heads (one KV head if there are fewer heads than devices), and has a work space of its own.
+cannot be divided in this way they are estimates by tensor parallelism: each device holds an equal part of the matrices and of the
+KV heads (one KV head if there are fewer heads than devices), and has a work space of its own.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from loader.sizes.work_space import work_space_bytes
 
 @dataclass(slots=True, frozen=True)
 class Devices:
-    """A number of equal devices (num_devices). kind: "cuda" or "cpu". budget_bytes: bytes that models may use on each device.
-    expert_parts: number of parts into which the experts of a layer are divided (1: each device has a slice of every expert).
-    num_stages: number of pipeline stages; each has consecutive layers, and all have the same number of devices."""
+    """A group of equal devices. kind: "cuda" or "cpu". budget_bytes: bytes that models may use on each device. expert_parts: number
+    of parts into which the experts of a layer are divided; 1: each device has a slice of every expert. num_stages: number of
+    pipeline stages; each has consecutive layers, and all have the same number of devices."""
 
     kind: str
     num_devices: int
@@ -50,8 +50,8 @@ class Devices:
 class Settings:
     """The settings of a model on which its memory depends.
 
-    dtype: that of the computation. weight_format: the format in which weights are held. kv_cache_dtype: the dtype of keys and
-    values; "": the model's dtype. max_model_len: most tokens of a sequence. max_sequences: most sequences at a time.
+    dtype: the dtype in which it is computed. weight_format: the format in which weights are held. kv_cache_dtype: the dtype of keys
+    and values; "": the model's dtype. max_model_len: most tokens of a sequence. max_sequences: most sequences at a time.
     max_num_batched_tokens: most tokens of a step. block_tokens: tokens of a KV block. chunk_bytes: bytes of a chunk, the unit in
     which memory is given to models."""
 
@@ -67,10 +67,11 @@ class Settings:
 
 @dataclass(slots=True, frozen=True)
 class KVNeed:
-    """The KV of all layers of a model that have the same sliding window. kind: "full", "window", "chunked", "latent" or "state".
+    """The memory for KV of the layers of one KV group (layers with the same kind of attention and the same window). kind: "full",
+    "window", "chunked", "latent" or "state".
 
-    window_tokens: how many tokens of a sequence the layers keep, besides those of the part of a prompt that a step computes; 0:
-    all. token_bytes: bytes of one token in all these layers.
+    window_tokens: the tokens of a sequence whose KV the layers keep, without those of the part of a prompt that a step computes; 0:
+    all. token_bytes: KV bytes of one token in all these layers.
 
     state_bytes: for layers that keep states of a sequence, the bytes of one state in all these layers; token_bytes and
     window_tokens are then 0."""
@@ -84,9 +85,9 @@ class KVNeed:
 
 @dataclass(slots=True, frozen=True)
 class ModelNeed:
-    """The parameters and bytes of a model, whatever the number of devices. active_parameters: number of parameters that the
-    computation of one token uses; in a mixture of experts these are not all. kv: one entry for each group of layers with the same
-    sliding window. sequence_bytes: bytes of the KV of one sequence of max_model_len tokens."""
+    """The parameters and bytes of a whole model. active_parameters: number of parameters by which one token is computed, without
+    the experts that a token does not pass through. kv: the memory for KV, one entry for each KV group. sequence_bytes: bytes that
+    are reserved for the KV of one sequence of max_model_len tokens."""
 
     num_parameters: int
     active_parameters: int
@@ -97,12 +98,12 @@ class ModelNeed:
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """The memory that a model takes, and what is left, on each of `devices`. All bytes are per device.
+    """The memory that a model takes on each of `devices`, and the memory that is left there. All bytes are per device.
 
-    free_bytes: bytes left for KV; negative: the bytes that are missing. kv_token_bytes: bytes of one token in the layers with full
-    attention. sequence_bytes: bytes of the KV of one sequence of max_model_len tokens.
+    free_bytes: bytes left for KV; if negative, the bytes that are missing. kv_token_bytes: KV bytes of one token in the layers with
+    full attention. sequence_bytes: bytes that are reserved for the KV of one sequence of max_model_len tokens.
 
-    tokens: length of the longest sequence whose KV fits (None: any length, since no layer has full attention). sequences: how many
+    tokens: length of the longest sequence whose KV fits; None: any length, since no layer has full attention. sequences: how many
     sequences of max_model_len tokens fit at once.
 
     not_split: why the model cannot be loaded in such shares; "": it can, or there is one device."""
@@ -134,8 +135,8 @@ class PredictorNeed:
 
 
 def predictor_need(plain: ModelShape, whole: ModelShape, settings: Settings, kind: str) -> PredictorNeed | None:
-    """Returns by how much a model's predictor, if it is loaded, increases the model's parameters and memory; None if the model has
-    no predictor. plain, whole: the model's shape without and with the predictor. kind: kind of the devices, "cuda" or "cpu"."""
+    """Returns by how much a model's parameters and memory increase if its predictor is loaded; None if it has no predictor. plain:
+    the model's shape without the predictor. whole: its shape with the predictor. kind: kind of the devices, "cuda" or "cpu"."""
     if not whole.predicts:
         return None
     kv_dtype = kv_dtype_of(settings.dtype, settings.kv_cache_dtype)
@@ -210,8 +211,9 @@ def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> st
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
-    """Returns the shape that a device would have if only heads were divided: num_kv_heads and the numbers of heads of the gated
-    delta rule are divided by num_devices, rounded up. All other sizes stay those of the whole model."""
+    """Returns the shape by which the KV of a model that is shared equally by num_devices devices is estimated. The numbers of KV
+    heads, and of heads of the gated delta rule, are divided by num_devices and rounded up; all other sizes are those of the whole
+    model."""
     own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
     if (full := shape.full_heads) is not None:
         own = replace(own, full_heads=replace(full, num_kv_heads=math.ceil(full.num_kv_heads / num_devices)))
@@ -230,7 +232,7 @@ def _groups(shape: ModelShape, settings: Settings) -> tuple[KVGroupSpec, ...]:
 
 def _sequence_bytes(shape: ModelShape, settings: Settings) -> int:
     """Returns the bytes that the scheduler (scheduler/node/ledger.py) reserves, in whole chunks, for the KV of one sequence of
-    max_model_len; 0 for encoders."""
+    max_model_len tokens; 0 for encoders."""
     if shape.is_encoder:
         return 0
     kv_dtype, chunk = kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.chunk_bytes
@@ -248,7 +250,8 @@ def _work_space_bytes(shape: ModelShape, settings: Settings, kind: str) -> int:
 
 
 def _idle_parameters(shape: ModelShape) -> int:
-    """Returns the number of parameters, in all layers, of the experts that one token does not pass through; 0 without experts."""
+    """Returns the number of parameters of the experts that a token does not pass through, in all layers together; 0 without
+    experts."""
     experts = shape.experts
     if experts is None:
         return 0

@@ -1,6 +1,6 @@
-"""Computes the work space of models on a GPU: the memory that one step allocates besides weights and KV. The rules differ from
-those for cpu devices (loader/sizes/work_space.py), because attention reads KV where it lies and the logits of many rows are
-computed at once.
+"""Computes the work space of models on a GPU: the memory that one step allocates besides weights and KV. It differs from that on
+cpu devices (loader/sizes/work_space.py), because attention on a GPU does not copy KV, and the logits of many rows are computed at
+once.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES) + f
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
     """Returns an upper bound of the bytes that one step allocates on a GPU besides weights and KV; 0 for encoders, which GPUs do
-    not serve. shape: that of a model or of a device's share. max_num_batched_tokens, max_sequences: most tokens and most sequences
-    of a step.
+    not serve. shape: the shape of a model or of a device's share. max_num_batched_tokens, max_sequences: most tokens and most
+    sequences of a step.
 
-    Memory that a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the default
-    budget leaves free. What a device's share of a split model keeps for collectives with other devices is included."""
+    The memory that a device's share of a split model keeps for collectives with other devices is included. Other memory that a
+    loaded model keeps between steps (block tables, CUDA graphs) is not: it comes from the part of the device that the default
+    budget leaves free."""
     if shape.is_encoder:
         return 0
     rows = min(LOGITS_ROWS, max(1, max_sequences))
@@ -71,8 +72,8 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
 
 
 def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
-    """Returns the part of gpu_work_space_bytes that the step's own tensors take, in segments of torch's allocator
-    (tests/engine/test_step_memory.py)."""
+    """Returns the part of gpu_work_space_bytes that holds the step's own tensors, with what torch's allocator takes in addition
+    (checked by tests/engine/test_step_memory.py)."""
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # residual, its norm, a product's result; with parallel branches, the results of attention and of the MLP
@@ -115,16 +116,16 @@ def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, m
 
 
 def _logits_values(shape: ModelShape) -> int:
-    """Returns how many elements the logits of one row take: one for each token of the vocabulary. For a share of a split model the
-    share's own logits are added, and all logits once more in the form in which the shares' parts arrive."""
+    """Returns how many elements the logits of one row take: one for each token of the vocabulary. A device's share of a split model
+    has, in addition, the part of the logits that it computes, and a buffer in which the parts of all devices arrive."""
     return shape.vocab_size if shape.split is None else shape.vocab_size // shape.split.size + 2 * shape.vocab_size
 
 
 def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
     """Returns the bytes that a device's share of a split model keeps for collectives with the other devices; 0 for a whole model.
-    They are those of the communicator, of the memory region that the devices map, and of the logits of `rows` rows; for a pipeline
-    stage also those of the states that its CUDA graphs read and write, a residual and another state (engine/cuda/stages.py). item:
-    bytes of an element of the model's dtype."""
+    They are the logits of `rows` rows; if several devices share a stage, the communicator and the memory region that these devices
+    map; and for a pipeline stage the buffers of two hidden states that its CUDA graphs read and write (engine/cuda/stages.py).
+    item: bytes of an element of the model's dtype."""
     if shape.split is None:
         return 0
     states = 2 * MOST_STAGED_TOKENS * shape.hidden_size * item if shape.split.num_stages > 1 else 0
@@ -137,27 +138,27 @@ def sampling_bytes(rows: int, vocab_size: int) -> int:
 
 
 def edited_bytes(rows: int, shape: ModelShape) -> int:
-    """Returns the bytes that `rows` rows of logits take if the engine edits them before sampling (masks, penalties, biases): the
-    logits in float32, the counts of tokens, the masks, and the ids of the counted tokens."""
+    """Returns the bytes that are needed in addition if the engine edits the logits of `rows` rows before sampling, by masks,
+    penalties or biases: the logits in float32, the counts of tokens, the masks, and the ids of the counted tokens."""
     return rows * (shape.vocab_size * (4 + 4) + shape.vocab_size // 8) + 4 * max(EDITED_TOKENS, shape.max_position_embeddings)
 
 
 def edited_graph_words(vocab_size: int) -> int:
-    """Returns for how many words (of 4 bytes) a model keeps room once a CUDA graph samples rows whose logits are edited: their
-    masks, tokens, biases and banned ids (engine/cuda/edited_graphs.py)."""
+    """Returns the size, in words of 4 bytes, of the buffers that a model keeps once CUDA graphs sample rows whose logits are
+    edited. They hold these rows' masks, tokens, biases and banned ids (engine/cuda/edited_graphs.py)."""
     return EDITED_ROWS * -(-vocab_size // 32) + EDITED_GRAPH_WORDS
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
-    """Returns how many thread blocks of the GPU read each section of a sequence's context in a decode step: one for each KV head of
-    a layer. For latent attention there is one for each LATENT_HEADS heads, which counts as four, because it takes most of a
-    multiprocessor's resources."""
+    """Returns how many thread blocks of a GPU read the same section of a sequence's context in a decode step: one for each KV head
+    of a layer. With latent attention there is one for each LATENT_HEADS heads; it counts as four, because it takes most of a
+    multiprocessor's resources. num_kv_heads: number of KV heads of the layer."""
     return num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 
 def _expert_bytes(shape: ModelShape, item: int) -> int:
-    """Returns the bytes that the experts of one layer take for each token of a step, whichever experts the tokens pass through; 0
-    if there are no experts. item: bytes of an element of the model's dtype."""
+    """Returns the bytes that the experts of one layer take for each token of a step; 0 without experts. The router's choice does
+    not matter, because each token passes through the same number of experts. item: bytes of an element of the model's dtype."""
     experts = shape.experts
     if experts is None:
         return 0

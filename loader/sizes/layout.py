@@ -1,8 +1,8 @@
-"""Computes where every parameter of a model lies in its weight range, and how long that range is in bytes.
+"""Computes where each parameter of a model lies in its weight range, and how many bytes that range has.
 
-Parameters that one matrix multiplication reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and the
-checkpoint need not be converted. Matrices of layers are held in the model's weight format (loader/formats); so are embedding and
-head if the format is lossless. All other parameters (norms, biases) are plain.
+Parameters that one matrix multiplication reads together (q, k and v; gate and up) lie end to end, so that the fused matrix is a
+view of memory and the checkpoint need not be converted. Matrices of layers are held in the model's weight format (loader/formats),
+and so are embedding and head if the format is lossless. All other parameters (norms, biases) are plain.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape |
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of every parameter, whatever format the checkpoint stores it in. For a device's share of a split model
-    these are the parameters of the share, with the shapes of their parts."""
+    """Returns name -> shape of every parameter, as if the checkpoint stored it plain. For a device's share of a split model, only
+    the parameters of the share are listed, with the shapes of the share's parts."""
     return dict(item for _, group in _groups(shape) for item in group.tensors)
 
 
@@ -68,15 +68,16 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
-    """Returns every tensor that the checkpoint must contain, in full size even if `shape` is that of a device's share."""
+    """Returns every tensor that the checkpoint must contain. They are those of the whole model, even if `shape` is that of a
+    device's share."""
     own, shape = stored_format(shape), whole(shape)
     return [tensor for at, group in _groups(shape) for tensor in format_of(shape, at, group, own).stored(group)]
 
 
 def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[int]:
-    """Returns which tensor groups (matrices that are read together) a quantised checkpoint stores unquantised, as indices
-    (ModelShape.plain_groups). tensors: the checkpoint's tensors, from the files' headers. Raises CheckpointError if some tensors of
-    a group are plain and some are not."""
+    """Returns the indices of the tensor groups (matrices that are read together) that a quantised checkpoint stores unquantised
+    (ModelShape.plain_groups). tensors: the checkpoint's tensors, from the files' headers. Raises CheckpointError if only some
+    tensors of a group are quantised."""
     if not shape.stored_format:
         return frozenset()
     stored, own = {tensor.name: tensor for tensor in tensors}, stored_format(shape)
@@ -101,9 +102,9 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
 
 
 def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset[int]:
-    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). names: the
-    names of the checkpoint's tensors; a group is plain if none of them is one that the quantised format adds to a matrix, such as
-    its scales."""
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups), according
+    to the names of its tensors. A group is unquantised if the checkpoint has none of the tensors that the quantised format adds to
+    a matrix, such as scales. names: the names of all tensors."""
     if not shape.stored_format:
         return frozenset()
     own, found = stored_format(shape), set()
@@ -115,9 +116,9 @@ def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset
 
 
 def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) -> frozenset[int]:
-    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). is_plain:
-    tells whether the module of a given name is plain. The matrix of module NAME is NAME.weight, and all matrices of a group are
-    either plain or not."""
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups), according
+    to its configuration. is_plain: returns whether the module of a given name is unquantised. Only the first matrix of a group is
+    looked up, by its name without ".weight", since all matrices of a group are stored alike."""
     found = set()
     for at, group in _groups(shape):
         if group.may_be_quantized and is_plain(group.tensors[0][0].removesuffix(".weight")):
@@ -126,9 +127,9 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
 
 
 def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
-    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). It may
-    differ from the format that config.json gives, which `shape` has: some formats have a twin whose scales have other names, and
-    then the tensors' names decide."""
+    """Returns the name of a checkpoint's weight format (ModelShape.stored_format), according to the names of its tensors. `shape`
+    has the format that config.json gives. Some formats have a variant whose scales have other names, which config.json does not
+    tell from the format itself; the names of the tensors decide between the two."""
     own = stored_format(shape)
     if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
         return own.otherwise
@@ -136,15 +137,15 @@ def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
 
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
-    """Returns whether a checkpoint may contain the tensor `name` although the model does not need it; such a tensor is not read."""
+    """Returns whether a checkpoint may contain the tensor `name` although the model does not need it. Such a tensor is not read."""
     if shape.eagle is not None and name.startswith(eagle.PREFIX):
         return eagle.ignores(name)
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)
 
 
 def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
-    """Returns the tensor groups of a model, or of a device's share of it. Each has its index among the groups of the whole
-    model."""
+    """Returns the tensor groups of a model, or of a device's share of it, as pairs (index of the group in the whole model,
+    group)."""
     if (share := shape.split) is not None:
         of_all = whole(shape)
         return groups_of_share(of_all, architecture_of(of_all).tensor_groups(of_all), share)
@@ -153,9 +154,10 @@ def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
 
 
 def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
-    """Returns, for each group of tensors, the distance in bytes from a block's boundary at which the group begins in its file
-    (ModelShape.block_offsets); -1: the group cannot be read directly into the weight range (it is packed, has another dtype, or
-    begins at an odd offset), or it is not worth it. tensors: from the files' headers."""
+    """Returns, for each tensor group, the offset within a 4 KiB block at which the group begins in its file
+    (ModelShape.block_offsets); -1: the group is not to be read directly into the weight range, because it is packed, has another
+    dtype, begins at an offset that is no multiple of 8, or is too small. tensors: the checkpoint's tensors, from the files'
+    headers."""
     if shape.split is not None:
         of_all = whole(shape)
         return block_offsets_of_share(replace(of_all, block_offsets=block_offsets(of_all, tensors)), shape.split)
@@ -178,9 +180,9 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 
 def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str, int]:
-    """Returns how many devices of a pipeline stage need something of a parameter and so can share its reads: the parameter's name
-    -> number of devices. Only parameters of `shape`, a device's share, are listed, and only if more than one device has something
-    of them. weight_format: the format in which the weights are held."""
+    """Returns which parameters of a device's share several devices of its pipeline stage need, so that they can share the reads:
+    the parameter's name -> number of these devices. Parameters that only one device needs are left out. weight_format: the format
+    in which the weights are held."""
     if (share := shape.split) is None:
         return {}
     return {
@@ -192,8 +194,8 @@ def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str,
 
 
 def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tuple[list[WeightSlot], int]:
-    """Returns the locations of all parameters in the weight range (WeightSlot), and the offset in bytes at which the last tensor
-    group ends."""
+    """Returns (the locations of all parameters in the weight range, the offset in bytes of the first byte behind the last tensor
+    group)."""
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
@@ -210,24 +212,24 @@ def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tup
 
 @lru_cache(maxsize=4096)
 def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> str:
-    """Returns a digest of the offsets, dtype and format of all parameters in the weight range. Weights that outlive the process
-    that loaded them are used again only if their layout has the same digest."""
+    """Returns a digest of the offsets, dtype and format of all parameters in the weight range. Weights may outlive the process that
+    loaded them; a later process uses them only if its layout has the same digest."""
     slots = weight_layout(shape, dtype, weight_format)
     return hashlib.sha256(repr((CONTENT_VERSION, dtype, weight_format.name, slots)).encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=4096)
 def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> int:
-    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the layout, or that of the
-    layout for files that are not read directly into place (those without `block_offsets`), whichever is longer."""
+    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the longer of two layouts, one
+    for direct reads (by `block_offsets`) and one without them."""
     layouts = {replace(shape, block_offsets=()), shape}
     return max(aligned(_laid_out(one, dtype, weight_format)[1]) for one in layouts)
 
 
 def share_bytes_with_copies(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat, num_copies: int) -> int:
-    """Returns the most bytes that a device maps for its share of a model's weights if it also holds at most num_copies further
-    experts in each layer, whichever they are. division: how the model is divided. The choice of experts changes only at what
-    distance from a block's boundary tensors begin, for which each group of tensors may take one block more."""
+    """Returns the most bytes that a device maps for its share of a model's weights if it also holds copies of at most num_copies
+    further experts in each layer, whichever experts these are. division: how the model is divided. The result has room for one more
+    4 KiB block in each tensor group, because the choice of experts changes at which offset within a block the group begins."""
     with_copies = division._replace(copies=any_copies(shape, division, num_copies))
     plain, firsts = replace(shape, block_offsets=()), range(0, division.size, division.stage_size)
     num_bytes = max(weights_bytes(split(plain, rank, with_copies), dtype, weight_format) for rank in firsts)
@@ -235,8 +237,8 @@ def share_bytes_with_copies(shape: ModelShape, dtype: str, division: Division, w
 
 
 def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
-    """Returns how many bytes each device of a division maps for its share of a model's weights: the bytes of the largest share.
-    Raises UnsupportedModel for a model that cannot be divided as `division` says."""
+    """Returns how many bytes each device maps for its share of a model's weights; if the shares differ, the bytes of the largest
+    one. division: how the model is divided. Raises UnsupportedModel for a model that cannot be divided in this way."""
     # A stage's first share has all tensors of the others, which can be longer only by other offsets in the files' blocks, or by
     # copies of experts.
     ranks = range(0, division.size, 1 if shape.block_offsets or division.copies else division.stage_size)

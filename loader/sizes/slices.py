@@ -1,13 +1,13 @@
-"""Divides a decoder among the devices of a group: by layers into pipeline stages, and within each stage by tensor parallelism, as
-in Megatron-LM (https://arxiv.org/abs/1909.08053).
+"""Divides a decoder among devices: by layers into pipeline stages, and within each stage by tensor parallelism, as in Megatron-LM
+(https://arxiv.org/abs/1909.08053).
 
 A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. Tensors from
-which the additional inputs of layers are computed are divided by layers (TensorGroup.by_layer).
+which the per-layer inputs of layers are computed are divided by layers (TensorGroup.by_layer).
 
 Each device of a stage has equal parts of the attention heads, of each MLP's inner dimensions and of the rows of embedding and head.
-A family's list of tensors says how each group is divided (TensorGroup.divided). Norms are whole on each device; only the first
-device has the biases of outputs that the devices add up. Of the routed experts each device has some, either whole or an equal part
-of each; routers are whole on each device.
+A family's list of tensors says how each group is divided (TensorGroup.divided). Norms and routers are whole on each device. Biases
+of outputs that the devices add up are only on the first device. Each device has either some of the routed experts whole, or an
+equal part of each of some of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SETTING = "parallel"  # the setting that asks for a division
 
 def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
     """Returns the shape of one device's share of a model. rank: the device's index. division: how the model is divided. Raises
-    UnsupportedModel for a model that cannot be divided in this way, and ValueError for a rank that is not below division.size."""
+    UnsupportedModel for a model that cannot be divided in this way, and ValueError for a rank that is negative or not below
+    division.size."""
     if not 0 <= rank < division.size:
         raise ValueError(f"rank {rank} is not below the number of devices {division.size}")
     if why := refusal(shape, division):
@@ -66,8 +67,8 @@ def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
 
 
 def whole(shape: ModelShape) -> ModelShape:
-    """Returns the shape of the whole model to which a share's shape belongs, without block offsets; the shape itself if the model
-    was not split."""
+    """Returns the shape of the whole model, without block offsets, of which `shape` describes a device's share. The shape of a
+    model that is not split is returned unchanged."""
     if (share := shape.split) is None:
         return shape
     full = shape.full_heads
@@ -160,9 +161,10 @@ def _refused_stages(shape: ModelShape, num_stages: int) -> str:
 
 @lru_cache(maxsize=4096)
 def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Returns for each stage of a pipeline the index of its last layer plus 1, for a whole model. The layers are divided so that
-    the stage with the most weights has as few as possible. The head counts for the last stage; tables of which a step reads only
-    some rows, as the embedding, do not count. Layers that read other layers' keys and values are in one stage with these."""
+    """Returns, for each pipeline stage of a whole model, the index of its last layer plus 1. The layers are divided so that the
+    largest number of weights in a stage is as small as possible. The head counts as a part of the last stage. Tables of which a
+    step reads only some rows, such as the embedding, do not count. A layer that reads other layers' keys and values is in the same
+    stage as these layers."""
     sizes, behind = [0] * shape.num_layers, 0
     groups = architecture_of(shape).tensor_groups(shape)
     for group in groups[1:] if not shape.tie_word_embeddings else groups:
@@ -189,9 +191,9 @@ def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: int) -> tuple[int, ...] | None:
-    """Returns a division of layers into num_stages stages in which no stage has more than `bound` weights and the last stages are
+    """Returns a division of layers into num_stages stages in which no stage has more than `bound` weights, and the last stages are
     as full as possible: for each stage the index of its last layer plus 1. None: there is no such division. sizes: number of
-    weights of each layer. behind: number of further weights in the last stage."""
+    weights of each layer. behind: number of weights that the last stage has in addition to those of its layers."""
     ends, left, room = [len(sizes)], num_stages - 1, bound - behind
     for layer in reversed(range(len(sizes))):
         if layer + 1 < ends[0] and (sizes[layer] > room or layer + 1 == left):
@@ -221,7 +223,8 @@ def _refused_experts(shape: ModelShape, division: Division) -> str:
 
 
 def _unserved_kind(shape: ModelShape) -> str:
-    """Returns the part of a model that cannot be divided, as the subject of a sentence; "": there is none."""
+    """Returns the kind of model that `shape` is, as the subject of a sentence, if models of this kind cannot be divided; "": it can
+    be divided."""
     kinds = (
         (shape.is_encoder, "an encoder"),
         (bool(shape.pooling), "a decoder that makes vectors"),
@@ -232,17 +235,17 @@ def _unserved_kind(shape: ModelShape) -> str:
 
 
 def format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
-    """Returns the format in which a group of tensors is held: weight_format, or PLAIN if that format does not hold such groups, or
-    if the checkpoint stores the group plain. at: the group's index in the whole model. Embeddings and heads of a model that is
-    split are plain, because a packed matrix is not cut."""
+    """Returns the format in which a group of tensors is held: weight_format, or PLAIN if that format does not hold tensors of this
+    kind, or if the checkpoint stores the group plain. at: the group's index in the whole model. In a split model embedding and head
+    are plain, because packed matrices are not cut."""
     if group.may_be_packed:
         return weight_format if weight_format.resident and shape.split is None else PLAIN
     return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
 
 
 def _refused_cut(shape: ModelShape, division: Division) -> str:
-    """Returns why a division is not possible because the checkpoint's format does not allow the cuts of matrices that it needs; "":
-    it is possible."""
+    """Returns why the checkpoint's weight format does not allow the cuts of matrices that a division needs, as a sentence; "": it
+    does."""
     own, seen = stored_format(shape), set()
     for at, group in enumerate(architecture_of(shape).tensor_groups(shape)):
         matrices = (group.divided, group.unit, tuple(dims for _, dims in group.tensors), group.may_be_reordered)
@@ -262,8 +265,9 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
 
 
 def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
-    """Returns, for a message, the key of config.json that gives the number of outputs or inputs of a matrix that cannot be cut, and
-    the key's value. part: a device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
+    """Returns, for a message about a matrix that cannot be cut, the key of config.json that gives its number of outputs or inputs,
+    and the key's value. part: a device's part of the matrix's group. stored: the name of the matrix, or of a tensor that belongs to
+    it."""
     matrices = zip(part.tensors, part.cuts, strict=True)
     (name, dims), cut = next(one for one in matrices if stored.startswith(one[0][0].removesuffix("weight")))
     experts = decoder_of(shape).experts
@@ -281,8 +285,8 @@ def _unsupported(why: str) -> UnsupportedModel:
 
 
 def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: SplitShape) -> list[tuple[int, TensorGroup]]:
-    """Returns a device's share of the groups of tensors of a whole model, each with the group's index in the model. Groups of which
-    the device has no part are left out."""
+    """Returns the parts of a model's tensor groups that a device's share has, as pairs (index of the group in the model, part).
+    Groups of which the device has no part are left out. shape: the shape of the whole model. groups: all its groups."""
     before = next(at for at, group in enumerate(groups) if group.layer is not None)  # the embedding's groups come before the layers
     return [
         (at, own)
@@ -293,8 +297,8 @@ def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: Spl
 
 
 def _of_own_layers(shape: ModelShape, share: SplitShape, group: TensorGroup) -> TensorGroup:
-    """Returns a tensor group as a device's share has it: if the group is divided by layers, only the rows or columns that belong to
-    the layers of the share's pipeline stage, otherwise unchanged."""
+    """Returns a tensor group with only what the pipeline stage of a share needs of it: if the group is divided by layers
+    (TensorGroup.by_layer), the rows or columns of the stage's layers, otherwise the whole group."""
     if not share.stage_ends or group.by_layer not in (ROWS, COLUMNS):
         return group
     axis, own = int(group.by_layer == COLUMNS), share.layers_of(share.stage)
@@ -304,8 +308,9 @@ def _of_own_layers(shape: ModelShape, share: SplitShape, group: TensorGroup) -> 
 
 
 def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_before: bool) -> bool:
-    """Returns whether the pipeline stage to which a share belongs needs a group of tensors. is_before: whether the group comes
-    before the first layer's, as the embedding does; the last stage needs such a group, too, if the embedding is also the head."""
+    """Returns whether the pipeline stage of a share needs something of a tensor group. is_before: whether the group comes before
+    those of the first layer, as the embedding does. The first stage needs such a group, and so does the last stage if the embedding
+    is also the head."""
     if group.layer is not None:
         return group.layer in share.layers_of(share.stage)
     if group.by_layer:
@@ -316,8 +321,8 @@ def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_befor
 
 
 def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGroup]:
-    """Returns the parts of some tensor groups that a device's share of the model has, as if all of the groups were in its pipeline
-    stage. Groups of which the device has no part are left out."""
+    """Returns the parts of some tensor groups that a device's share has. Groups of which the device has no part are left out.
+    Pipeline stages are not considered: all groups must be needed by the share's stage."""
     return [_cut(group, share) for group in groups if _has_some(group, share)]
 
 
@@ -327,8 +332,8 @@ def _has_some(group: TensorGroup, share: SplitShape) -> bool:
 
 
 def num_readers(group: TensorGroup, share: SplitShape) -> int:
-    """Returns how many devices of a stage have something of the same tensors of a group, and so read the same bytes: each has the
-    tensors whole, or a part of every row."""
+    """Returns how many devices of a stage read the same bytes of a tensor group if each of them needs the tensors whole, or a part
+    of every row. 1 if only one device has the tensors."""
     if group.divided == FIRST_ALONE:
         return 1
     return share.division.inner_parts if group.num_experts else share.size
@@ -346,24 +351,24 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
 
 
 def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns a tensor group as a device's share has it: only the tensors of the experts that the device has. group: the tensors of
-    all experts of a layer, in the experts' order."""
+    """Returns a tensor group with only the tensors of the experts that the device has. group: the tensors of all experts of a
+    layer, in the experts' order."""
     each = len(group.tensors) // group.num_experts
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     return group._replace(tensors=tuple(one for at in own for one in group.tensors[at * each : (at + 1) * each]))
 
 
 def _some_of_stack(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns a tensor group as a device's share has it: only the experts that the device has. group: tensors that have all experts
-    of a layer along their first axis."""
+    """Returns a tensor group with only the experts that the device has. group: tensors that have all experts of a layer along their
+    first axis."""
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     ranges = _met((expert, expert + 1) for expert in own)
     return group.in_parts(tuple(Cut(0, ranges, dims[0]) for _, dims in group.tensors))
 
 
 def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:
-    """Returns a part of a group of tensors, each of which is cut into num_parts parts along the given axis. number: the index of
-    the part. If the tensors are cut already, because the device has only some of the experts in them, both cuts apply."""
+    """Returns a part of a tensor group, of which each tensor is cut into num_parts parts along an axis. axis: the axis. number: the
+    index of the part. If the group has cuts already, because the device has only some of the experts, both cuts apply."""
     joined = group.joined or [(dims[axis],) for _, dims in group.tensors]
     kinds = [(dims, lengths) for (_, dims), lengths in zip(group.tensors, joined, strict=True)]  # few, of many experts' tensors
     cut_of = {kind: _cut_of(kind[0], axis, kind[1], group.unit, number, num_parts) for kind in set(kinds)}
@@ -372,9 +377,9 @@ def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> Tensor
 
 
 def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_parts: int) -> Cut:
-    """Returns the cut of a tensor along an axis into num_parts parts. number: the index of the part that is cut out. dims: the
-    tensor's shape. lengths: lengths along the axis of the matrices that the tensor holds, each of which is divided. unit: number of
-    rows or columns that stay together; if there are fewer units than parts, several parts have the same unit."""
+    """Returns the cut by which a device gets one of num_parts parts of a tensor along an axis. number: the index of the part. dims:
+    the tensor's shape. lengths: the lengths, along the axis, of the matrices of which the tensor consists; each of them is divided.
+    unit: number of rows or columns that stay together; if there are fewer units than parts, several parts have the same unit."""
     ranges: list[tuple[int, int]] = []
     first = 0
     for length in lengths:
@@ -386,7 +391,7 @@ def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_pa
 
 
 def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns the ranges in ascending order, with ranges that touch merged into one."""
+    """Returns ranges with those that touch merged into one. ranges: in ascending order."""
     found: list[tuple[int, int]] = []
     for begin, end in ranges:
         if found and found[-1][1] == begin:
@@ -396,9 +401,9 @@ def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
-    """Returns, for each tensor group of a device's share, the distance in bytes from a block's boundary at which it begins in its
-    file (ModelShape.block_offsets); -1: a direct read is not possible, as for a part of the columns. shape: shape of the whole
-    model, with block offsets."""
+    """Returns, for each tensor group of a device's share, the offset within a 4 KiB block at which it begins in its file
+    (ModelShape.block_offsets); -1: it is not read directly, for example because the share has only some of its columns. shape:
+    shape of the whole model, with block offsets."""
     groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
         _block_offset(groups[at], part, shape.block_offsets[at], format_of(shape, at, groups[at], own), shape.dtype)
@@ -407,10 +412,9 @@ def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, .
 
 
 def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: WeightFormat, dtype: str) -> int:
-    """Returns the distance in bytes from a block's boundary at which a device's share of a tensor group begins in its file; -1
-    where a direct read is not possible or not worth it. group: the tensor group of the whole model. of_whole: the distance at which
-    that group begins; -1: no direct read. own: the device's share of the group. held_in, dtype: the weight format and the dtype of
-    both."""
+    """Returns the offset within a 4 KiB block at which a device's share of a tensor group begins in its file; -1: a direct read is
+    not possible or not worth it. group: the tensor group of the whole model. own: the device's share of the group. of_whole: the
+    offset for the whole group; -1: no direct read. held_in, dtype: the weight format and the dtype in which both are held."""
     if of_whole < 0 or own == group:
         return of_whole
     wholes, slots = (held_in.place(one, Space(0, ITEM_BYTES[dtype], -1, 0, dtype))[0] for one in (group, own))

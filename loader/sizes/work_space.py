@@ -1,5 +1,6 @@
-"""Computes the work space of models on a cpu device: the memory that one step allocates besides weights and KV. Defines the sizes
-into which steps divide their work so that they stay within it. loader/sizes/gpu_sizing.py does the same for GPUs.
+"""Computes the work space of models on a cpu device: the memory that one step allocates besides weights and KV. Also defines in
+what portions steps compute logits, samples and attention, so that they need no more memory. loader/sizes/gpu_sizing.py does the
+same for GPUs.
 """
 
 from __future__ import annotations
@@ -39,43 +40,42 @@ MOST_STAGED_TOKENS = 512
 
 
 def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns the most tokens that a step of a model with pipeline stages may have: one for each sequence, or a part of a
-    prompt."""
+    """Returns the most tokens that a step of a model with pipeline stages may have. It has either one token for each sequence, or a
+    part of a prompt of at most MOST_STAGED_TOKENS tokens."""
     return max(max_sequences, min(MOST_STAGED_TOKENS, max_num_batched_tokens))
 
 
 def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Returns the bytes that a step of num_tokens tokens passes from one pipeline stage to the next: the residual, and an update to
-    it or the tokens' embeddings."""
+    """Returns the bytes that a step passes from one pipeline stage to the next: for each of its num_tokens tokens the residual, and
+    either an update to it or the token's embedding."""
     return aligned(2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype])
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Returns for how many sampling rows logits are computed at a time: for max_sequences rows (above 8 rounded up to a multiple of
-    8), or for fewer if the logits of that many rows do not fit into LOGITS_BYTES."""
+    """Returns the number of sampling rows whose logits are computed at a time. It is max_sequences, rounded up to a multiple of 8
+    if it is above 8, or fewer rows, at least one, if their logits exceed LOGITS_BYTES."""
     wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
     rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
 
 
 def logits_values(shape: ModelShape) -> int:
-    """Returns how many elements the logits of one sampling row take: one for each token of the vocabulary, and for a device's share
-    of a split model the share's own logits in addition."""
+    """Returns how many elements the logits of one sampling row take: one for each token of the vocabulary. A device's share of a
+    split model has, in addition, the part of the logits that it computes."""
     own = shape.vocab_size // shape.split.size if shape.split is not None else 0
     return shape.vocab_size + own
 
 
 def recorded_tokens(num_tokens: int) -> int:
-    """Returns num_tokens rounded up to a number of tokens for which steps with parts of prompts are recorded (captured, to be
-    replayed): a multiple of 16, or above 128 of 32, which are whole tiles of the matrix unit."""
+    """Returns num_tokens rounded up to a number of tokens for which steps with parts of prompts are recorded. These numbers are
+    multiples of 16 up to 128, then multiples of 32, and so make whole tiles of the processor's matrix unit."""
     step = 16 if num_tokens <= 128 else 32
     return -(-num_tokens // step) * step
 
 
 def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns an upper bound of the memory that recorded steps use for their results: what one layer needs at a time, or the
-    logits. Not included are 0.5 MB for each thread that packs weights (scratch_words of amx_linear.py, scratch_floats of
-    widened_linear.py)."""
+    """Returns an upper bound of the bytes that recorded steps use for their results: those of one layer, or the logits. About 0.5
+    MB for each thread that packs weights are not included (scratch_words of amx_linear.py, scratch_floats of widened_linear.py)."""
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # queries, keys and values, with attention's result or the normalised queries
     attention = (3 if shape.whole_width_norms else 2) * query + 2 * key
@@ -95,8 +95,8 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
 
 
 def expert_bytes(shape: ModelShape, dtype: str) -> int:
-    """Returns an upper bound of the bytes that the experts of one layer take for each token of a step; 0 without experts. It does
-    not depend on the routing, because each token passes through the same number of experts."""
+    """Returns an upper bound of the bytes that the experts of one layer take for each token of a step; 0 without experts. The
+    router's choice does not matter, because each token passes through the same number of experts."""
     experts = shape.experts
     if experts is None:
         return 0
@@ -113,34 +113,34 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def input_values(shape: ModelShape) -> int:
-    """Returns how many elements the additional inputs of all layers, or of a pipeline stage's layers, have for one token
-    (engine/layers/layer_inputs.py); 0 if layers have none. Computing them takes three times as many."""
+    """Returns how many elements the per-layer inputs (engine/layers/layer_inputs.py) of one token have, in all layers of the model
+    or of a pipeline stage together; 0 if layers have no such inputs. While they are computed they take three times as much."""
     return 0 if shape.layer_inputs is None else len(shape.own_layers) * shape.layer_inputs.width
 
 
 def passed_values(shape: ModelShape) -> int:
-    """Returns how many elements for each token a pipeline stage keeps in order to pass them on in addition to its residual: the
-    embedding from which the later stages compute the additional inputs of their layers; 0 if there are none."""
+    """Returns how many elements for each token a pipeline stage keeps to pass on besides its residual: the token's embedding, from
+    which later stages compute the per-layer inputs of their layers. 0 if the model has no stages or no per-layer inputs."""
     in_stages = shape.split is not None and shape.split.num_stages > 1
     return shape.hidden_size if in_stages and shape.layer_inputs is not None else 0
 
 
 def beside_values(shape: ModelShape) -> int:
-    """Returns how many additional elements for each token a layer takes that has both an MLP and experts: the MLP's output, and the
-    inputs of router and experts; 0 for other models."""
+    """Returns how many elements for each token a layer that has both an MLP and experts takes in addition: the MLP's output, and
+    the inputs of router and experts. 0 for a model without such layers."""
     return 4 * shape.hidden_size if shape.experts is not None and shape.experts.beside else 0
 
 
 def keys_as_values(shape: ModelShape) -> int:
-    """Returns how many elements the copy of one token's queries and keys takes, which a layer needs if one projection makes keys
-    and values; 0 if no layer has such a projection."""
+    """Returns how many elements a copy of one token's queries and keys has. A layer needs this copy if one projection makes both
+    keys and values. 0 if no layer has such a projection."""
     tied = [heads for heads in shape.kinds_of_heads if heads.keys_are_values]
     return max((heads.head_dim * (shape.num_heads + heads.num_kv_heads) for heads in tied), default=0)
 
 
 def delta_bytes(shape: ModelShape, dtype: str) -> int:
-    """Returns an upper bound of the bytes that a layer of the gated delta rule takes for each token of a step; 0 without such
-    layers."""
+    """Returns an upper bound of the bytes that a layer of the gated delta rule takes for each token of a step; 0 if the model has
+    no such layers."""
     if (delta := shape.delta) is None:
         return 0
     item, values = ITEM_BYTES[dtype], delta.num_value_heads * delta.value_dim
@@ -149,8 +149,8 @@ def delta_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def predictor_values(shape: ModelShape) -> int:
-    """Returns how many elements the layer that drafts tokens takes for each token of a step, in addition to the model's other
-    layers; 0 if no such layer is loaded."""
+    """Returns how many elements for each token of a step the layer that drafts tokens takes, in addition to those of the model's
+    other layers; 0 if no such layer is loaded."""
     if not shape.predicts:
         return 0
     if (eagle := shape.eagle) is None:  # all normed hidden states, beside the embeddings that follow, both normed, and both as one
@@ -162,8 +162,8 @@ def predictor_values(shape: ModelShape) -> int:
 
 
 def sampler_rows(vocab_size: int) -> int:
-    """Returns how many rows of logits the reference sampler samples at a time. Greedy rows, which need no copies, do not count
-    towards this number."""
+    """Returns how many rows of logits the sampler of the reference implementation samples at a time. Rows that are sampled greedily
+    are not counted, because they need no copies of their logits."""
     return max(1, SAMPLER_BYTES // (vocab_size * 4))
 
 
@@ -175,11 +175,11 @@ def work_space_bytes(
     max_model_len: int | None = None,
     weight_format: WeightFormat = PLAIN,
 ) -> int:
-    """Returns an upper bound of the memory in bytes that one step on a `cpu` device allocates besides weights and KV (activations
-    of one layer, or the logits being sampled), plus what recorded steps keep between steps.
+    """Returns an upper bound of the bytes that one step on a `cpu` device allocates besides weights and KV: those of the
+    activations of a layer or of the logits that are sampled, whichever are more, and of what recorded steps keep between steps.
 
-    max_model_len: the longest context, whose keys and values the reference implementation gathers for one row of a prompt at a
-    time; None: the checkpoint's length."""
+    max_model_len: the longest context, since the reference implementation copies the keys and values of one row's context at a
+    time; None: the checkpoint's longest context."""
     context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     if shape.is_encoder:
         return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens, context)
@@ -230,8 +230,8 @@ def work_space_bytes(
 
 
 def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tuple[int, int]:
-    """Returns upper bounds of the bytes that latent attention takes for all tokens of a step, and for one row's context
-    (engine/cpu/latents.py). tokens, context: numbers of tokens. item: bytes of an element of the model's dtype."""
+    """Returns upper bounds of the bytes that latent attention takes (engine/cpu/latents.py): (for all tokens of a step, for the
+    context of one row). tokens, context: numbers of tokens. item: bytes of an element of the model's dtype."""
     latent, heads = shape.latent, shape.num_heads
     assert latent is not None
     down, query, value = latent.query_rank + latent.token_values, heads * shape.head_dim, heads * latent.value_dim
@@ -245,8 +245,8 @@ def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tu
 
 
 def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, context: int) -> int:
-    """Returns an upper bound of the bytes that one step of an encoder allocates. context: number of tokens of the longest text,
-    which may be more than a step of several texts has."""
+    """Returns an upper bound of the bytes that one step of an encoder allocates. context: number of tokens of the longest text;
+    such a text is computed in one step even if it is longer than max_num_batched_tokens."""
     tokens, item, hidden = max(max_num_batched_tokens, context), ITEM_BYTES[dtype], shape.hidden_size
     attention, mlp = 3 * hidden * item, 2 * shape.intermediate_size * item
     if shape.local_rope is not None:  # queries and keys are rotated in float32, and the MLP has a gate
