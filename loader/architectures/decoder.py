@@ -258,9 +258,9 @@ class Decoder:
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{names.head}.weight")
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Returns the shape adapted to a checkpoint whose tensors have these names. They tell whether the matrices of a layer's
-        experts are one tensor or one for each expert, and whether an embedding model was saved without a head, which shortens all
-        names."""
+        """Returns the shape adapted to a checkpoint whose tensors have these names. The names tell whether the matrices of a
+        layer's experts are stored as one tensor or as one for each expert, and whether an embedding model was saved without a head,
+        so that its tensors' names lack the prefix "model."."""
         bare = f"{self.names.embedding.removeprefix(_BODY)}.weight"
         if shape.pooling and bare in names and f"{self.names.embedding}.weight" not in names:
             shape = replace(shape, bare_names=True)
@@ -290,8 +290,8 @@ class Decoder:
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
 
     def _groups_around_mlp(self, shape: ModelShape, heads: HeadShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
-        """Returns the tensor groups that a layer with attention has before the groups of its MLP, and those after them. heads: the
-        layer's heads. The tensors' names lack the layer's prefix."""
+        """Returns (the tensor groups that a layer with attention has before those of its MLP, the groups that it has after them).
+        heads: the layer's heads. The tensors' names lack the layer's prefix."""
         names, hidden = self.names, shape.hidden_size
         if self.latents is not None and shape.latent is not None:
             attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)

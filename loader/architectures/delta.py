@@ -22,8 +22,8 @@ class DeltaNames:
     follow the layer's prefix.
 
     inputs: the matrices that make queries, keys, values and the output's gates. gates: the matrices that make the update rate and
-    the decay of each head. convolution: the convolution over queries, keys and values, in which each column is independent. norm:
-    the norm of each head's output."""
+    the decay of each head. convolution: the depthwise convolution over queries, keys and values. norm: the norm of each head's
+    output."""
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
@@ -38,7 +38,7 @@ class DeltaNames:
 class Deltas:
     """The settings of the layers of the gated delta rule in a family of decoders: tensor names, and defaults for keys that
     config.json leaves out. by_head: whether the outputs of the layers' projections are grouped by key head; otherwise they are
-    grouped by kind (queries, keys, ...). If it is set, `names` has one name for inputs and one for gates."""
+    grouped by kind (queries, keys, ...). In a family with by_head, `names` has one name for inputs and one for gates."""
 
     names: DeltaNames = DeltaNames()
     by_head: bool = False

@@ -73,8 +73,9 @@ def is_head(fields: Fields) -> bool:
 
 
 def parse_head(fields: Fields, tensors: Sequence[TensorRef] | None) -> EagleHead:
-    """Returns the draft head that a config.json describes. tensors: from the headers of the head's files; None: the files are not
-    there yet. Raises UnsupportedModel for a head that is not served, and CheckpointError for a wrong value; both name the key."""
+    """Returns the draft head that a config.json describes. tensors: the tensors that the headers of the head's files list; None:
+    the files are not there yet. Raises UnsupportedModel for a head that is not served, and CheckpointError for a wrong value; both
+    name the key."""
     names = {OFFSETS} if tensors is None else {tensor.name for tensor in tensors}
     inner = fields.mapping(_LAYER_KEY)
     layer_fields = fields if inner is None else inner

@@ -86,8 +86,8 @@ class ModernEncoder:
         )
 
     def _ropes(self, fields: Fields, head_dim: int, max_position_embeddings: int) -> tuple[RopeParameters, RopeParameters | None]:
-        """Returns the settings of rotary embedding (RoPE) for layers with full attention, and those for layers with a window. Older
-        config files give the base frequencies under `global_rope_theta` and `local_rope_theta`. Raises UnsupportedModel for scaled
+        """Returns the settings of rotary embedding (RoPE): (for layers with full attention, for layers with a window). Older config
+        files give the base frequencies under `global_rope_theta` and `local_rope_theta`. Raises UnsupportedModel for scaled
         frequencies."""
         wide, near = (fields.positive(key, default) for key, default in _THETA)
         if fields.has("rope_scaling"):
@@ -99,8 +99,8 @@ class ModernEncoder:
         return ropes
 
     def _windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
-        """Returns, for each layer, to how many positions a token attends, its own included; 0: to all. The key `local_attention` of
-        config.json counts the positions on both sides of a token, without its own."""
+        """Returns, for each layer, how many positions a token attends to, its own included; 0: all of them. The key
+        `local_attention` of config.json gives the number of positions on both sides of a token together, without its own."""
         windows = _WINDOWS.by_layer(fields, _WINDOWS.sliding(fields, self.name, num_layers), 0, keeps_all=True)
         return tuple(2 * (window // 2) + 1 if window else 0 for window in windows)
 

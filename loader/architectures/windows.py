@@ -73,7 +73,7 @@ def every_second_up_to_a_layer(asked: Asked) -> list[bool]:
 
 
 def every_layer_if_asked(asked: Asked) -> list[bool]:
-    """Returns which layers have a sliding window: all if `use_sliding_window` is true and `sliding_window` is set, else none."""
+    """Returns which layers have a sliding window: none unless `use_sliding_window` is true; if it is, as `every_layer` decides."""
     return every_layer(asked) if _wants_windows(asked) else [False] * asked.num_layers
 
 
@@ -126,9 +126,10 @@ def _wants_windows(asked: Asked) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Windows:
-    """The sliding windows of a family. rule: decides which layers have one. default_tokens: the windows' length in tokens if the
-    key `key` is absent; None: a config.json with windows must have that key. kind: the name of layers with windows in
-    `layer_types`; CHUNKED: windows are chunks, and a query attends only to positions of its own chunk."""
+    """The sliding windows of a family. rule: decides which layers have a window. key: the key of config.json that gives the
+    windows' length in tokens. default_tokens: the length if that key is absent; None: a config.json with windows must have the key.
+    kind: the name of layers with windows in `layer_types`; CHUNKED: windows are chunks, and a query attends only to positions of
+    its own chunk."""
 
     rule: Rule = no_layer
     default_tokens: int | None = None

@@ -100,7 +100,7 @@ def plain_modules(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None
 def parse_generation(config_text: bytes, generation_text: bytes | None) -> GenerationDefaults:
     """Returns the ids that begin and end texts and the recommended sampling settings. config_text: the content of config.json, used
     for ids that generation_config.json lacks. generation_text: the content of generation_config.json; None: there is no such file.
-    Raises CheckpointError, which names file and key."""
+    Raises CheckpointError, which names file and key, for a value that is not valid."""
     config = json_fields(config_text, CONFIG_NAME)
     if not config.has("eos_token_id"):
         config = config.mapping(TEXT_KEY) or config

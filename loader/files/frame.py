@@ -1,12 +1,12 @@
 """Defines the layout of a frame, the unit of the lossless format of bfloat16 weights in packed files.
 
 Trained weights use few exponents: the seven most frequent ones of a frame cover about 97 % of its values. A frame keeps each
-value's sign and mantissa unchanged in a byte, and its exponent as a 3-bit code. Codes 0 to 6 stand for those seven exponents.
-Code 7 is an escape, whose exponent is stored in a byte of its own. A value takes a little more than eleven bits instead of
-sixteen. All codes have the same length, so any 64 values are decoded at once.
+value's sign and mantissa unchanged in a byte, and its exponent as a 3-bit code. Codes 0 to 6 stand for those seven exponents. Code
+7 is an escape, whose exponent is stored in a byte of its own. A value takes a little more than eleven bits instead of sixteen. All
+codes have the same length, so any 64 values are decoded at once.
 
-A frame holds FRAME_VALUES values (a tensor's last frame holds the rest) and can be decoded by itself, and so can each group of
-GROUP_VALUES values. Numbers are little-endian. For N values with E escapes, W = ceil(N / 64) and G = ceil(N / GROUP_VALUES):
+A frame holds up to FRAME_VALUES values. Each frame can be decoded by itself, and so can each group of GROUP_VALUES values within
+it. Numbers are little-endian. For N values with E escapes, W = ceil(N / 64) and G = ceil(N / GROUP_VALUES):
 
     0          N and E (uint32 each); the seven exponents, the most frequent first, and a zero; zeros up to byte 64
     64         sign and mantissa: 64 W bytes, the sign in the highest bit
@@ -14,7 +14,7 @@ GROUP_VALUES values. Numbers are little-endian. For N values with E escapes, W =
     ...        offsets: G uint32, for each group the number of escapes before it
     ...        escapes: E exponents in the order of their values; zeros up to a multiple of 64
 
-After the last value, sign and mantissa and the codes are filled up with zeros.
+If N is no multiple of 64, zeros follow the last value's sign and mantissa, and its code.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def _compressed_group(key: str, weights: Mapping[str, Any]) -> Nvfp4 | Refused:
 
 def _modelopt(config: Mapping[str, Any]) -> Nvfp4 | Refused:
     """Checks the settings of NVFP4 in a configuration that ModelOpt wrote. Returns the names of the tensors of a matrix, or a
-    Refused. hf_quant_config.json gives only `group_size`, config.json also groups of modules; both are accepted."""
+    Refused for a setting that is not served. The number of inputs that share a scale may be given by `group_size` or, in
+    config.json, for each group of modules."""
     if config.get("group_size") is not None and (refused := first_other("", config, {"group_size": GROUP})) is not None:
         return refused
     groups = config.get("config_groups") or {}

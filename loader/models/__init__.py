@@ -1,1 +1,1 @@
-"""Finds and checks the models in the models folder, their draft models and their adapters."""
+"""Finds and checks the models, draft heads and LoRA adapters in the models folder."""

@@ -376,8 +376,9 @@ def _is_adapter(names: Collection[str]) -> bool:
 
 
 def _belongs_to_model(entry: os.DirEntry[str], looking: Callable[[str], None], watched: Callable[[str], None]) -> bool:
-    """Returns whether an entry of a model's folder is the folder of an adapter or a draft head, which the scan then examines. Links
-    are not followed, because they may lead anywhere. looking, watched: both are called with the entry's path before it is read."""
+    """Returns whether an entry of a model's folder is the folder of an adapter or a draft head, which the scan lists in addition to
+    the model. Links are not followed, because they may lead anywhere. looking, watched: both are called with the entry's path
+    before it is read."""
     if entry.name in _INNER or not _is_real_dir(entry) or not entry.name.isprintable():
         return False
     looking(entry.path)
@@ -538,8 +539,8 @@ def _find_predictor(
     checkpoint: Checkpoint, names: Collection[str], tensors: Sequence[TensorRef], headers: Mapping[str, Header]
 ) -> None:
     """Sets the checkpoint's field `predicting` to the shape with the model's predictor (a further layer that drafts tokens), if the
-    files hold one. A damaged predictor sets `predictor_error` instead, and the model is served without it. names, tensors, headers:
-    the names of all stored tensors, the tensors, and the headers of their files."""
+    files hold one. For a damaged predictor sets `predictor_error` instead; the model is then served without it. names, tensors: the
+    names of all stored tensors, and the tensors themselves. headers: file name -> header."""
     assert checkpoint.shape is not None
     shape = layout.predicting(checkpoint.shape, names)
     if shape is None:

@@ -125,8 +125,8 @@ class Share:
 
 @dataclass(slots=True, frozen=True)
 class PredictorNeed:
-    """The additional memory that a model takes on each device if its predictor (a further layer that drafts tokens) is loaded.
-    kv_token_bytes: KV bytes of one token. work_space_bytes: bytes of work space."""
+    """The parameters and the memory on each device that a model takes in addition if its predictor (a further layer that drafts
+    tokens) is loaded. kv_token_bytes: KV bytes of one token. work_space_bytes: bytes of work space."""
 
     num_parameters: int
     weights_bytes: int

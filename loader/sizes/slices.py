@@ -89,7 +89,7 @@ def whole(shape: ModelShape) -> ModelShape:
 
 
 def _has_mlps(shape: ModelShape) -> bool:
-    """Returns whether any layer has an MLP of ModelShape.intermediate_size instead of experts."""
+    """Returns whether any layer has an MLP of ModelShape.intermediate_size, either in place of experts or beside them."""
     experts = shape.experts
     return experts is None or experts.beside or bool(experts.dense_layers)
 
