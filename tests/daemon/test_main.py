@@ -142,7 +142,7 @@ def test_what_is_not_a_socket_is_not_removed(tmp_path: Path) -> None:
 
 def test_small_ready_and_clean(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "a")
-    node = Node(tmp_path / "n", models=tmp_path / "models")
+    node = Node(tmp_path / "n", models=tmp_path / "models", forked=False)  # its memory is measured
     Path(node.control).touch()
     Path(node.control).unlink()
     with socket.socket(socket.AF_UNIX) as stale:

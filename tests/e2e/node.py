@@ -32,11 +32,13 @@ import psutil
 
 from daemon.cli import main as cli
 from tests import kernel_cache
-from tests.e2e import processes
+from tests.e2e import daemon_forks, processes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Far above what anything here takes: a hang fails the test instead of the job. An emulated processor needs more.
 SAFETY_S = 60.0 * float(os.environ.get("HEARTHD_TESTS_SLOWER", "1"))
+
+PROGRAM = ("-P", "-m", "daemon")
 
 # commands that send one request over the control socket and print the answer
 ASKS = {"ps", "models", "status", "load", "unload", "pin", "unpin", "enable", "disable", "why", "plan", "evict", "history", "queue"}
@@ -56,8 +58,10 @@ class Node:
         null_step_ms: float = 2.0,
         config: str = "",
         flags: Sequence[str] = (),
-        program: Sequence[str] = ("-P", "-m", "daemon"),
+        program: Sequence[str] = PROGRAM,
+        forked: bool = True,
     ) -> None:
+        """forked: whether the daemon may be a fork of a process that has imported what it needs (daemon_forks.py)."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.devices, self.runner = folder, list(devices), runner
         self.models = models or folder / "models"
@@ -70,7 +74,8 @@ class Node:
         self.flags = ["--null-step-ms", str(null_step_ms), *flags]
         self.url = ""
         self.trusted: ssl.SSLContext | None = None  # for a node that speaks TLS
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | daemon_forks.ForkedDaemon | None = None
+        self._forked = forked
 
     # ---- life
 
@@ -96,9 +101,14 @@ class Node:
         """Starts the daemon in its own session and waits for its address (and, with `ready`, for all of its engines)."""
         self.warm()
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command(), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=self.environment()
-            )
+            command, variables = self.command(), self.environment()
+            is_usual = [*self.program] == [*PROGRAM] and self.python == sys.executable
+            if self._forked and is_usual:
+                self.process = daemon_forks.start(self.runner, command[1 + len(PROGRAM) :], variables, log.fileno())
+            if self.process is None:
+                self.process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=variables
+                )
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if " serves http" in line:
@@ -131,7 +141,9 @@ class Node:
             process.stdout.close()
         self.process = None
         wait_gone(left)
-        return process.returncode
+        code = process.returncode
+        assert code is not None
+        return code
 
     def kill(self) -> list[int]:
         """kill -9 of the daemon alone. Returns the pids of the engines it had."""

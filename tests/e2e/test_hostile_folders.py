@@ -34,7 +34,7 @@ def test_folders_that_hurt_harm_nobody(tmp_path: Path) -> None:
     make_model(tmp_path / "n" / "models" / "good")
     write_checkpoint(tmp_path / "template")
     ended, texts, resident = threading.Event(), [], []
-    with Node(tmp_path / "n", null_step_ms=5) as node:
+    with Node(tmp_path / "n", null_step_ms=5, forked=False) as node:  # its memory is measured
         assert node.process is not None
         daemon = psutil.Process(node.process.pid)
 
