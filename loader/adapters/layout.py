@@ -38,7 +38,8 @@ class AdapterPlace:
     rows of part p begin at p * r. After it comes "up" [r, outputs of the part] for each part, the transpose of the checkpoint's
     matrix.
 
-    parts: the adapter's module for each part; None: the adapter does not change the part, and zeros take the module's place."""
+    parts: for each part, the adapter's module that changes it; None: the adapter does not change the part, whose matrices are zeros
+    in memory."""
 
     number: int
     rank: int
@@ -151,8 +152,8 @@ def _check_shape(module: AdapterModule, matrix: AdaptedMatrix, part: int) -> Non
 
 
 def _is_unread(module: str, shape: ModelShape) -> bool:
-    """Returns whether no output of the base model depends on a module, because the model does not use the matrix that the module
-    changes. A head that is the same matrix as the embedding counts as used."""
+    """Returns whether an adapter's module changes a matrix that the base model does not use, so that the module has no effect. A
+    head that is the same matrix as the embedding counts as used."""
     names, plain = decoder_of(shape).names, _plain(module)
     if plain.startswith(_LAYERS):
         module = names.layer.partition(_LAYERS)[0] + plain
