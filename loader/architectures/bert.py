@@ -1,5 +1,5 @@
 """Describes BERT and its MiniLM distillations: encoders that turn texts into vectors. They have no KV cache, and nothing is
-sampled. Other files describe RoBERTa and the cross-encoders by Encoder, too, since their layers are BERT's.
+sampled. RoBERTa and the cross-encoders have BERT's layers, so the files that describe them use Encoder, too.
 """
 
 from __future__ import annotations

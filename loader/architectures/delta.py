@@ -22,7 +22,8 @@ class DeltaNames:
     follow the layer's prefix.
 
     inputs: the matrices that make queries, keys, values and the output's gates. gates: the matrices that make the update rate and
-    the decay of each head. convolution: the depthwise convolution over queries, keys and values. norm: the norm of each head's
+    the decay of each head. decay, step_bias: the logarithm of a factor of each head's decay, and a bias that is added before the
+    decay is computed. convolution: the depthwise convolution over queries, keys and values. norm: the norm of each head's
     output."""
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")

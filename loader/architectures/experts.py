@@ -249,8 +249,9 @@ class Experts:
         return [own, TensorGroup(((self.names.correction, (num_experts,)),), held_as="float32")]
 
     def _stacked_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
-        """Returns the tensor groups of one layer if all experts' matrices are one tensor, in which rows of gate and up alternate.
-        hidden: the model's width."""
+        """Returns the tensor groups of one layer's router and experts, for a family that stacks experts as ALTERNATING: one tensor
+        holds the gate and up matrices of all experts, of which the rows alternate, and another one their down matrices. hidden: the
+        model's width."""
         names, num, inner = self.names, experts.num_experts, experts.intermediate_size
         groups = [_matrices((names.router,), ((num, hidden),))]
         if self.has_biases:
