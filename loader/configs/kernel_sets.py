@@ -42,9 +42,9 @@ class KernelSet(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the set in messages for operators: "sampling" for the sets that choose tokens, only the dtype for the other
-        sets that decoders with plain weights need, and a description for any other set, for example "bfloat16 with LoRA
-        adapters"."""
+        """The name of the set in messages for operators: "sampling" for the sets that choose tokens; the dtype alone, for example
+        "bfloat16", for all other sets that decoders with plain weights need; for any further set a description, for example
+        "bfloat16 with LoRA adapters"."""
         if self.name in (GREEDY, SAMPLING):
             return "sampling"
         return self.dtype if self.name in OF_DECODERS else str(self)
