@@ -8,8 +8,8 @@ import resource
 
 
 def raise_limit() -> int:
-    """Raises this process's soft limit of open descriptors to the hard limit, and returns the new soft limit. The system sets 1024
-    by convention, for programs that use select(2)."""
+    """Raises this process's soft limit of open descriptors to the hard limit, and returns the soft limit that is then valid.
+    Systems usually start processes with a soft limit of 1024, the most descriptors that select(2) supports."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # the kernel now allows less than the hard limit: the soft limit stays
