@@ -25,11 +25,12 @@ def nan_at(codes: npt.NDArray[np.uint8]) -> int:
 
 
 def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False, kept: Cut | None = None) -> None:
-    """Writes the stored scales of a matrix to `held`, float32, with G scales for each of the matrix's N rows. stored: [S, G]
-    (float32, bfloat16 or float16), of which each row belongs to `repeats` consecutive rows of the matrix, the last one perhaps to
-    fewer. held: [N * G], or only the part `kept`. inverse: whether the inverses of the scales are written. kept: the part of the
-    elements [N, G] that a device's share holds; None: all. Raises ValueError for scales that are NaN or infinite, and for divisors
-    whose inverse float32 cannot represent."""
+    """Writes the stored scales of a matrix to `held` as float32, with G scales for each of the matrix's N rows. Raises ValueError
+    for scales that are NaN or infinite and, with `inverse`, for numbers whose inverse float32 cannot represent.
+
+    stored: [S, G] (float32, bfloat16 or float16); each row is written for `repeats` consecutive rows of the matrix, the last one
+    perhaps for fewer. held: [N * G] or, with `kept`, only the elements of that part. inverse: whether the inverses of the stored
+    numbers are written. kept: the part of the elements [N, G] that a device's share holds; None: all."""
     wide = stored.float()
     if inverse:
         wide = wide.reciprocal()

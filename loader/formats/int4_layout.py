@@ -79,8 +79,9 @@ def place(
     parts_of: Callable[[str, tuple[int, ...]], Int4Tensors], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
 ) -> tuple[list[WeightSlot], int]:
     """Lays out a group of INT4 matrices in memory. Returns the slots (WeightSlot) and the offset in bytes of the first free byte
-    after them. parts_of(name, dims): returns the tensors of one matrix. group_inputs: number of inputs that share a scale; 0: all
-    inputs of an output share one. is_joint: whether the weights' inputs are reordered, which is done once all matrices of the group
+    after them. parts_of(name, dims): returns the tensors of one matrix with the name `name` and the shape `dims`. group: the
+    matrices. space: the free space of the weight range. group_inputs: number of inputs that share a scale; 0: all inputs of an
+    output share one. is_joint: whether the loader reorders the inputs of the weights, which it does once all matrices of the group
     have been read.
 
     Raises CheckpointError for a matrix whose inputs are not whole groups, or whose outputs do not fill whole words of zero points.

@@ -47,9 +47,10 @@ def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tens
 
 def rearrange(relayout: Relayout, stored: Tensor, first: int, group_inputs: int, part: Tensor, at_once: int) -> None:
     """Writes stored rows of a tensor to memory in the order in which kernels read them. Numbers that need not be held are only
-    checked. stored: the rows [R, C], or elements [R]. first: the index of the first row in the whole tensor. group_inputs: number
-    of inputs that share a scale. part: the memory of these rows, as `part_of` returns it. at_once: number of elements that are
-    rearranged at a time. Raises ValueError for numbers that are not valid or cannot be held."""
+    checked. relayout: what the numbers are and how they are rearranged. stored: the rows [R, C], or elements [R]. first: the index
+    of the first row in the whole tensor. group_inputs: number of inputs that share a scale. part: the memory of these rows, as
+    `part_of` returns it. at_once: number of elements that are rearranged at a time. Raises ValueError for numbers that are not
+    valid or cannot be held."""
     if relayout == GROUPS_IN_ORDER:
         _check_order(stored, first, group_inputs)
     elif relayout == INPUT_ORDER:
@@ -77,7 +78,8 @@ def _gptq_words(stored: Tensor, held: Tensor) -> None:
 
 
 def _awq_words(stored: Tensor, held: Tensor) -> None:
-    """Writes AWQ's words [8 R, C] of eight outputs each as words [8 C, R] of eight inputs each, which kernels read."""
+    """Rearranges AWQ's four-bit weights into the words that kernels read. stored: words [8 R, C], each with eight outputs of one
+    input. held: words [8 C, R], which are written, each with eight inputs of one output."""
     words = stored.unflatten(0, (-1, 2, 2, 2)).clone()  # [R, 2, 2, 2, C]
     for axis, (bits, mask) in enumerate(_SWAPS, 1):  # swaps the four bits of input i, place p with those of input p, place i
         low, high = words.unbind(axis)

@@ -65,8 +65,9 @@ class PackedPlace(NamedTuple):
         return self.escapes_at_bytes + self.most_escapes + ESCAPES_BEHIND
 
     def row_at(self, place_bytes: int) -> int:
-        """Returns the index of a row. place_bytes: the offset in the weight range at which the row's part of the array `body` would
-        begin if rows lay end to end. In fact the rows of each panel are interleaved."""
+        """Returns the index of the row that begins at an offset, if offsets are counted as though the rows of the array `body` lay
+        end to end (WeightSlot.offset_bytes). In memory the rows of each panel are interleaved. place_bytes: this offset in the
+        weight range."""
         return (place_bytes - self.begin_bytes) // self.row_body_bytes
 
     def ranges(self, first: int, last: int) -> list[tuple[int, int]]:

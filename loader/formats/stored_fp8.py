@@ -61,10 +61,10 @@ def _stored(scales: Fp8Scales, group: TensorGroup) -> list[StoredTensor]:
 
 
 def _kept(unit: str, name: str, matrix: Matrix) -> Cut | None:
-    """Returns which part of the scales of a matrix, in memory, belongs to a device's part of the matrix (WeightSlot.kept); None:
-    all. unit: MATRIX, OUTPUT or EACH_BLOCK. name: the matrix's name. The device's part may begin or end at any output; if that is
-    within a block of 128 outputs, several devices hold the block's scales. Raises CheckpointError if it begins or ends at an input
-    within a block."""
+    """Returns which of a matrix's scales belong to the part of the matrix that a device has (WeightSlot.kept), as a cut of the
+    scales in memory; None: all. unit: what a stored scale belongs to: MATRIX, OUTPUT or EACH_BLOCK. name: the matrix's name.
+    matrix: the device's part, which may begin or end within a block of 128 outputs; several devices then hold the block's scales.
+    Raises CheckpointError for a part that begins or ends at an input within a block of 128 inputs."""
     held = matrix.whole_dims[0], _groups(unit, matrix.whole_dims[1])
     return stored_part(name, held, _HELD[unit], matrix.cut).cut
 

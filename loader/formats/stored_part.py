@@ -64,8 +64,9 @@ def matrices_of(group: TensorGroup) -> Iterator[Matrix]:
 
 def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPart:
     """Returns the part of a stored tensor that a device needs for its part of the matrix. name, shape: those of the whole tensor.
-    axes: for each axis of the matrix, the axis of the tensor. cut: which part of the matrix the device has; None: the whole matrix.
-    Raises CheckpointError for a cut between numbers that are stored in one element, or that share a scale."""
+    axes: for each axis of the matrix, the axis of the tensor that corresponds to it (Along); None: none does. cut: which part of
+    the matrix the device has; None: the whole matrix. Raises CheckpointError for a cut between numbers that are stored in one
+    element, or that share a scale."""
     if cut is None:
         return StoredPart(shape, None)
     of_experts = stored_part(name, shape, axes, cut.experts)

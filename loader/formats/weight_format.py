@@ -46,13 +46,14 @@ class WeightSlot(NamedTuple):
     groups of its inputs, how many inputs of a row share a scale; 0: the parameter is none of these. relayout: how its numbers are
     rearranged; None: they are held in the stored order.
 
-    joint: a name that several parameters have in common if they can be used only when all of them have been read, because the
-    inputs of their weights are reordered then; "": the parameter depends on no other.
+    joint: a name that parameters have in common if they can be used only when all of them have been read, because their inputs are
+    reordered together, or because they are packed as one matrix; "": the parameter depends on no other.
 
-    repeats: for scales that are converted to float32 with one row for each row of the matrix (of FP8 and stored int8 matrices, and
-    the factors of NVFP4 matrices), how many rows of memory each stored row fills; the last row may fill fewer. 0: the parameter is
-    not such scales. inverse: whether the inverses of these scales are held. kept: if a device holds only a part of these scales,
-    which part, as a cut of [outputs, groups of inputs], while `shape` is the whole tensor's; None: all.
+    repeats, inverse and kept are about scales that are converted to float32 and have a row in memory for each row of the matrix:
+    those of FP8 matrices and of stored int8 matrices, and the factors of NVFP4 matrices. repeats: how many rows of memory each
+    stored row fills (the last one may fill fewer); 0: the parameter is no scales of this kind. inverse: whether the inverses of the
+    stored numbers are held. kept: the part of these scales that a device holds, as a cut of [outputs, groups of inputs], while
+    `shape` is the whole tensor's; None: all.
 
     cut: for a split model, which part of the stored tensor the parameter is; `shape` is then the part's; None: the whole tensor.
 
@@ -78,9 +79,9 @@ class WeightSlot(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """The ranges [begin, end) of the weight range, in bytes, that are complete once this parameter has been read, with all
-        others of the same `joint`. If several parameters make up a packed matrix, the first of them has the range of the whole
-        matrix, and the others have none."""
+        """The ranges [begin, end) of the weight range, in bytes, that are complete once this parameter and all others with the same
+        `joint` have been read. If several parameters make up a packed matrix, the first of them has the range of the whole matrix,
+        and the others have none."""
         if (packed := self.packed) is not None:
             return [(packed.begin_bytes, packed.end_bytes)] if self.offset_bytes == packed.begin_bytes else []
         places = [(self.offset_bytes, self.offset_bytes + self.num_bytes)]
