@@ -140,8 +140,8 @@ def scan(
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the checkpoints by name, sorted. If several have the same name, only one is taken: rather an adapter whose folder was
-    given by name than a folder below the models folder, and rather that than a model in a Hugging Face cache."""
+    """Returns the checkpoints by name, sorted. If several have the same name, only one is taken: an adapter whose folder was given
+    by name if there is one, else the one in a folder below the models folder, else the one in a Hugging Face cache."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     named: dict[str, Checkpoint] = {}
