@@ -125,9 +125,8 @@ class _Packing:
         self._journal_path.unlink(missing_ok=True)
 
     def _take_up(self, out: int) -> None:
-        """Takes up an earlier run that was interrupted. Reads its journal, keeps the tensors that it has written to the new file,
-        up to the first one that is damaged or out of order, and rewrites the journal with only these. out: descriptor of the new
-        file."""
+        """Continues an earlier run that was interrupted. Keeps the tensors that the run's journal lists, up to the first one that
+        is damaged in the new file or out of order, and rewrites the journal with only these. out: descriptor of the new file."""
         with suppress(OSError, msgspec.DecodeError):
             first, *rest = self._journal_path.read_bytes().split(b"\n")
             if msgspec.json.decode(first, type=_Begun) == _Begun(packed.VERSION, self._source):

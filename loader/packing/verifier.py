@@ -50,8 +50,8 @@ def frames_of(fd: int, tensor: TensorRef) -> Iterator[tuple[Frame, Any]]:
 
 
 def verify_tensor(fd: int, tensor: TensorRef, plain_fd: int | None, plain: TensorRef | None, on_bytes: OnBytes) -> None:
-    """Checks a tensor of a packed file: that every frame has its recorded checksum, that it decodes to the plain file's bytes (if
-    there is a plain file), and that all decoded bytes together have the SHA-256 that was recorded when they were packed.
+    """Checks a tensor of a packed file: that every frame has its recorded checksum and (if there is a plain file) decodes to the
+    plain file's bytes, and that all decoded bytes together have the SHA-256 that the packed file records.
 
     fd: descriptor of the packed file. plain_fd, plain: descriptor of the plain file, and the tensor in it; None: there is no plain
     file. on_bytes: called with the number of decoded bytes since the last call. Raises CheckpointError, which names file, tensor
