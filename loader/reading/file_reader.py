@@ -31,7 +31,7 @@ class Fetched:
     another rank had read. All three count bytes of tensors as they are in the file.
 
     fence: passed when the copies of this read's bytes to a device have ended; the caller then gives `slot` back to the ring of
-    staging slots. None: there are no copies, and the caller need not give back a slot."""
+    staging slots. None: there are no copies, and the caller must not give back `slot`."""
 
     read: Read
     direct_bytes: int
@@ -43,8 +43,8 @@ class Fetched:
 
 @dataclass(slots=True, eq=False)
 class Fetching:
-    """The state of one reader thread. slot: the staging slot of its current or last read; None before the first. call: the file
-    system call that it is in, if any, which another thread may abandon."""
+    """The state of one reader thread. slot: the staging slot of the thread's current or last read; None before the first. call:
+    entered around each file system call of the thread, so that another thread may abandon the call."""
 
     call: CallUnderWay = field(default_factory=CallUnderWay)
     slot: memoryview | None = None

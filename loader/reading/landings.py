@@ -19,8 +19,8 @@ Places = Sequence[tuple[int, int]]  # [begin, end) in bytes of the weight range
 
 class Landings:
     """Tracks which parts of a model's weight range are complete during one load. reads: all reads of the load. sink: the
-    destination of the weights. If parameters share a name `joint` (WeightSlot.joint) because their inputs are to be reordered, the
-    sink does that once all of them have been stored."""
+    destination of the weights. If the inputs of several parameters are to be reordered together (WeightSlot.joint), `of` has the
+    sink reorder them once all of these parameters have been stored."""
 
     def __init__(self, reads: Iterable[Read], sink: WeightSink) -> None:
         self._sink = sink

@@ -1,7 +1,7 @@
 """Packs matrices that stay packed in memory (loader/formats/packed_rows.py) while a load reads their rows.
 
 A load reads parts of a matrix in any order, in several threads. A panel (four rows) is packed as soon as all its rows have been
-read. Its escapes (exponents that have no three-bit code) take the next free bytes of the matrix's room for escapes.
+read. Its escapes (exponents that have no three-bit code) take the next free bytes of the array that the matrix has for escapes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class PanelPacker:
         self._scratch = ThreadBuffer()
 
     def add(self, place: PackedPlace, first: int, rows: Any) -> None:
-        """Packs consecutive rows of a matrix; each row must be added once. Rows of a panel (four rows) of which not all rows have
-        been added are kept until the last of them is. place: the matrix's location. first: the index of the first row. rows: [N, K]
-        uint16, the bits of bfloat16, contiguous. Raises ValueError if the matrix has more escapes than there is room for."""
+        """Packs consecutive rows of a matrix. Rows are packed in panels of four: if some rows of a panel have not been added yet,
+        copies of its other rows are kept until they are. Each row must be added once, in any order. place: the matrix's location.
+        first: the index of the first row. rows: [N, K] uint16, the bits of bfloat16, contiguous. Raises ValueError if the matrix
+        has more escapes (exponents that have no three-bit code) than PackedPlace.most_escapes."""
         begin = min(-first % PANEL_ROWS, len(rows))
         end = len(rows) if first + len(rows) == place.num_outputs else begin + (len(rows) - begin) // PANEL_ROWS * PANEL_ROWS
         if end > begin:

@@ -204,8 +204,9 @@ def plan_reads(
     read_bytes: int,
     readers: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Read]:
-    """Returns reads that read every parameter once. They are ordered by the first stage of the forward pass that needs something of
-    a read; reads for the same stage are ordered by file and, within a file, by position, those that are not shared first.
+    """Returns reads that read every parameter once. They are ordered by the first part of a forward pass that needs something of
+    the read (WeightSlot.stage), then by file. Within a file, reads that ranks do not share come before shared ones, each in the
+    order of the file.
 
     headers: file name -> header. layout: the locations of all parameters in the weight range. dtype: the model's dtype. read_bytes:
     the length of the longest read, in whole blocks of 4 KiB, at least two. readers: for parameters whose reads may be shared, name
@@ -264,10 +265,10 @@ def plan_reads(
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
-    """Returns the segments of a tensor that a device's share of a model needs, in file order. If the share has long runs of
-    columns, each run is a segment; if its runs are short, or if whole rows are needed for a conversion, the segments are runs of
-    whole rows. whole: the segment of the whole tensor, with the offset of the share's part in the weight range. cut: which part of
-    the tensor the share has."""
+    """Returns the segments of a tensor that a device's share of a model needs, in file order. If the share has some rows, each run
+    of rows is a segment. If it has some columns, each run of columns of each row is a segment; but if these runs are short, or if a
+    conversion needs all kept columns of a row, the segments are runs of whole rows. whole: the segment of the whole tensor, with
+    the offset of the share's part in the weight range. cut: which part of the tensor the share has."""
     dims = whole.tensor.shape
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
@@ -345,8 +346,8 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
 
 
 def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
-    """Divides a segment at the offset `at` of its file, or at the last unit (Segment.unit_bytes) that ends before it; a packed
-    frame is not divided. Returns (the part before, the part after); None: that part is empty."""
+    """Divides a segment at the offset `at` of its file. A unit that must not be divided (Segment.unit_bytes), or a packed frame,
+    belongs to the second part if it ends after `at`. Returns (first part, second part); None: the part is empty."""
     if segment.end <= at:
         return segment, None
     if segment.begin >= at or segment.frame is not None:

@@ -134,9 +134,9 @@ def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int])
 
 
 def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-    """Returns how many bytes of weights per second several threads read and decode. The threads decode the same frame again and
-    again: once for each frame's length of bytes that they have read, whatever these bytes are. Raises ValueError if the file ends
-    before `frame`."""
+    """Returns how many bytes of weights per second several threads read and decode. Whenever a thread has read as many bytes as the
+    frame has, it decodes the frame once, whatever the bytes are that it has read. frame: the packed frame that all threads decode.
+    Raises ValueError if the file ends before `frame`."""
     held = bytearray(frame.end - frame.begin)
     if os.preadv(fd, [held], frame.begin) != len(held):
         raise ValueError("the file ends before its first frame")

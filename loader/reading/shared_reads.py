@@ -101,7 +101,7 @@ class SharedReads:
 
     def look(self, owner: int, number: int, read: Read) -> Offer:
         """Returns whether the rank `owner` offers its read `number`: COMING, READY or NONE (Offer). read: the read with this number
-        in this rank's plan; the result is NONE if the owner's plan has another read with it."""
+        in this rank's plan; the result is also NONE if the owner's plan has another read with this number."""
         words, slot = self._words[owner], number % NUM_SLOTS
         is_over = bool(words[LEFT]) or words[ENDED] > number
         with self._lock:

@@ -86,8 +86,9 @@ class StagingRing:
                         self._free.put(other)
 
     def replace(self, slot: memoryview) -> None:
-        """Maps a further slot in place of one that is held by a read which does not return. If the read returns after all and gives
-        its slot back, a further slot is unmapped. If there is no memory for a further slot, `take` tries again later."""
+        """Maps an extra slot in place of one that is held by a read which does not return. If the read returns after all and gives
+        its slot back, one of the extra slots is unmapped. If the system has no memory for an extra slot, `take` tries again later
+        to map it."""
         with self._lock:
             self._lost.add(_address(slot))
             self._num_missing += 1
@@ -105,15 +106,15 @@ class StagingRing:
                 self._free.put(slot)
 
     def _is_too_many(self, slot: memoryview) -> bool:
-        """Returns whether a slot is to be unmapped instead of being used again: it is one that `replace` has mapped, and more of
-        these exist than are needed. If so, counts it as unmapped."""
+        """Returns whether a free slot is to be unmapped instead of being used again: it is one of the extra slots that `replace`
+        has mapped, and more of them exist than are needed. If so, counts the slot as unmapped."""
         if not self._num_too_many or self._begin <= _address(slot) < self._begin + len(self._bytes):
             return False
         self._num_too_many -= 1
         return True
 
     def _another(self) -> memoryview:
-        """Maps a further staging slot on ordinary pages and returns it. Raises OSError if the system has no memory for it."""
+        """Maps an extra staging slot on ordinary pages and returns it. Raises OSError if the system has no memory for it."""
         mapped = mmap.mmap(-1, self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)
         return memoryview(mapped)

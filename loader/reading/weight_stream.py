@@ -73,8 +73,8 @@ class OpenCheckpoint:
 
     @property
     def packed_reason(self) -> str:
-        """A sentence for the log that says which files are read, for the cases in which the load could not choose between packed
-        and plain files; "": the model has no packed files."""
+        """A sentence for the log that says whether packed or plain files are read, and why; "": the model has no packed files. Only
+        for a load that had no choice between packed and plain files; if there was one, SourceChoice.reason says what was chosen."""
         if self.is_packed:
             return "read its packed files: there are no plain ones"
         if self.shape.split is not None and self.checkpoint.packed_files:
@@ -101,9 +101,9 @@ def open_checkpoint(
     if the folder has both plain and packed files; returns whether to open the packed ones.
 
     predicts: whether the model's own predictor, the layer that predicts one token further, is also read. head: the folder of a
-    draft head that is also read, and `fingerprint` is then that of model and head together; "": there is none. share: the device's
-    share of the model that is read, from plain files if there are any; None: the whole model. name: the name by which the model is
-    served, for the log; "": the folder's name.
+    draft head that is also read; "": there is none. With a head, `fingerprint` is that of model and head together. share: the
+    device's share of the model that is read, from plain files if there are any; None: the whole model. name: the name by which the
+    model is served, for the log; "": the folder's name.
 
     Raises CheckpointError for files that are not valid, and CheckpointChanged if the files differ from the registered ones or are
     incomplete. Raises UnsupportedModel, which names `parallel`, for a share of a model that cannot be divided in this way."""
@@ -134,8 +134,8 @@ def open_checkpoint(
 class ReadReport:
     """The amounts that a load has read, in bytes of tensors as they are in the files.
 
-    num_bytes: bytes read, for a whole model those of all tensors; for a share of a split model, given_bytes are not included.
-    given_bytes: bytes of the share that other ranks have read.
+    num_bytes: bytes that this load has read from the files: for a whole model those of all tensors, for a share of a split model
+    those of the reads that this rank carried out itself. given_bytes: bytes of the share that other ranks have read for this one.
 
     direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through a staging slot. refused: file -> why it
     could not be read past the page cache."""
