@@ -1,5 +1,5 @@
-"""Computes which of a layer's experts each device holds, and which of an expert's tokens it computes, if devices hold copies of
-experts.
+"""Computes, for models of which devices hold copies of experts, which experts of a layer each device holds, and which of an
+expert's tokens each device computes.
 
 With expert parallelism the experts of a layer are divided into parts, and one or several devices have each part. These devices may
 also hold copies of experts of other parts (Division.copies). The tokens of an expert are then divided among all parts that hold it.

@@ -34,8 +34,8 @@ class KVDtype:
 
     @property
     def about_devices(self) -> str:
-        """A clause for messages that says which kinds of devices have kernels for this type. Only for a type that some kinds
-        lack."""
+        """A clause for messages that says which kinds of devices have kernels for this type. Only for a type that has kernels for
+        some kinds of devices, not for all."""
         return f"{self.name} is built for {' and '.join(self.device_kinds)} devices only"
 
 

@@ -100,9 +100,9 @@ def _windows(shape: ModelShape) -> tuple[int, ...]:
 
 
 def _counted_layers(shape: ModelShape) -> list[int]:
-    """Returns layers whose KV bytes add up to what a device holds for each token. For a whole model they are all layers that keep
-    KV. For a pipeline stage, they stand for the layers for which blocks have room: for each length of window, as many layers of the
-    whole model as there are places, whichever these layers are, since all of them have KV of the same size."""
+    """Returns the indices of layers whose KV bytes add up to what a device holds for each token. For a whole model these are all
+    layers that keep KV. For a pipeline stage they are, for each length of window, as many layers as a block has places for
+    (`_places`). They need not be the stage's own layers, because all layers with the same window have KV of the same size."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
         layers = [layer for layer in shape.attention_layers if windows[layer] == window]
@@ -181,9 +181,10 @@ def kv_reserved_bytes(
 
 
 def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
-    """Returns the context length in tokens with which a model is served by default. It is the checkpoint's, or the number of tokens
-    whose KV fits into a quarter of the device's budget if that is less, but at least 2,048. A layer with a sliding window counts
-    with at most the KV of its window, a layer that keeps states with _FEW_STATES states."""
+    """Returns the context length in tokens with which a model is served by default. It is the smaller of two numbers: the
+    checkpoint's context length, and the number of tokens whose KV fits into a quarter of the device's budget, where fewer than
+    2,048 tokens count as 2,048. A layer with a sliding window counts with at most the KV of its window, a layer that keeps states
+    with _FEW_STATES states."""
     if shape.is_encoder:
         return shape.max_position_embeddings
     windows = {layer: shape.layer_windows[layer] for layer in _counted_layers(shape) if any(shape.layer_windows)}

@@ -154,8 +154,8 @@ class EagleShape:
     """The sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py).
 
     layer: the shape of this layer. family: the layer's model_type. outer_prefix: prefix of the names of the head's tensors in its
-    files, except those of the output matrix and of the offsets to token ids. layer_prefix: the prefix that follows it in the names
-    of the layer's tensors.
+    files, except those of the output matrix and of the offsets to token ids. layer_prefix: in the names of the layer's tensors, the
+    prefix that follows outer_prefix.
 
     draft_vocab_size: number of tokens that the head can draft. has_offsets: whether the files hold, for each of these tokens, the
     offset from its index to its id in the model's vocabulary; if not, they are the first tokens of the vocabulary.
@@ -163,9 +163,10 @@ class EagleShape:
     read_layers: indices of the model's layers whose inputs (hidden states) the head reads; the index num_layers means the output of
     the last layer. target_size: width of these states, in elements.
 
-    has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is taken after the norm of the
-    state. one_norm: one norm is applied to all states that the head reads together; norms: each of these states has a norm.
-    norm_output: the state that the head outputs passes through a norm before the next draft reads it."""
+    has_embedding: whether the head has an embedding table of its own; if not, it uses the model's. norm_before_residual: whether
+    the residual is taken after the norm of the state; if not, before it. one_norm: whether one norm is applied to all states that
+    the head reads together. norms: whether each of these states has a norm. norm_output: whether the state that the head outputs
+    passes through a norm before the next draft reads it."""
 
     layer: ModelShape
     family: str
@@ -225,8 +226,9 @@ class SplitShape:
     rank: index of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
     experts, into which the experts of a layer are divided.
 
-    num_kv_heads: number of KV heads of the whole model; 0: it is ModelShape.num_kv_heads times `size`. It is given because several
-    devices hold the same head if there are fewer heads than devices. num_full_kv_heads: the same for ModelShape.full_heads.
+    num_kv_heads: number of KV heads of the whole model, which does not follow from the share's number if there are fewer heads than
+    devices, since several devices then hold the same head; 0: it is ModelShape.num_kv_heads times `size`. num_full_kv_heads: the
+    same for ModelShape.full_heads.
 
     stage: index of the pipeline stage. stage_ends: for each stage, the index of its last layer plus 1; (): the layers are not
     divided. copies: as in Division, for all parts."""
@@ -369,8 +371,8 @@ class ModelShape:
 
     @property
     def num_writing_layers(self) -> int:
-        """The number of layers that compute keys and values themselves; they are the first ones. Each later layer reads those of
-        one of them."""
+        """The number of layers that compute keys and values themselves; they are the first layers. Each later layer reads the keys
+        and values of one of them."""
         return self.num_layers - self.num_reading_layers
 
     @property
@@ -435,8 +437,8 @@ class ModelShape:
 
     @property
     def widest_key(self) -> int:
-        """The number of elements of one token's keys in all KV heads of a layer, in the layer with the most. Its values have the
-        same number."""
+        """The largest number of elements that one token's keys have in a layer, in all KV heads together. The token's values have
+        the same number."""
         return max(heads.num_kv_heads * heads.head_dim for heads in self.kinds_of_heads)
 
     @property

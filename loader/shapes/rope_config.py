@@ -232,7 +232,8 @@ def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_positio
 
 def _yarn_scale(factor: float, weight: float) -> float:
     """Returns YaRN's factor of cosines and sines, 0.1 * weight * ln(factor) + 1; 1 if factor is at most 1. factor: by how much the
-    context is extended. weight: 1 in the paper, where the result is called the square root of 1/t."""
+    context is extended. weight: 1, as in the paper (which calls the result the square root of 1/t), or a number in config.json
+    (mscale, mscale_all_dim)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
