@@ -127,9 +127,9 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
 
 
 def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
-    """Returns the name of a checkpoint's weight format (ModelShape.stored_format), according to the names of its tensors. `shape`
-    has the format that config.json gives. Some formats have a variant whose scales have other names, which config.json does not
-    tell from the format itself; the names of the tensors decide between the two."""
+    """Returns the name of a checkpoint's weight format (ModelShape.stored_format). It is the format of `shape`, which config.json
+    gives, or a variant of that format whose scales have other names (WeightFormat.otherwise). config.json is the same for both, so
+    the names of the tensors decide. names: the names of the checkpoint's tensors."""
     own = stored_format(shape)
     if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
         return own.otherwise

@@ -332,8 +332,9 @@ def _has_some(group: TensorGroup, share: SplitShape) -> bool:
 
 
 def num_readers(group: TensorGroup, share: SplitShape) -> int:
-    """Returns how many devices of a stage read the same bytes of a tensor group if each of them needs the tensors whole, or a part
-    of every row. 1 if only one device has the tensors."""
+    """Returns how many devices of a stage read the same bytes of a tensor group, of which each device needs the tensors whole or a
+    part of every row. They are all devices of the stage or, for experts, those that have the same experts. 1 if only one device has
+    the tensors."""
     if group.divided == FIRST_ALONE:
         return 1
     return share.division.inner_parts if group.num_experts else share.size

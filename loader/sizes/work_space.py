@@ -46,14 +46,16 @@ def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
 
 
 def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Returns the bytes that a step passes from one pipeline stage to the next: for each of its num_tokens tokens the residual, and
-    either an update to it or the token's embedding."""
+    """Returns the bytes that a step passes from one pipeline stage to the next: for each of its num_tokens tokens two hidden
+    states. They are the residual and either the last layer's output, which has not been added to the residual yet, or (in models
+    with per-layer inputs) the token's embedding."""
     return aligned(2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype])
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Returns the number of sampling rows whose logits are computed at a time. It is max_sequences, rounded up to a multiple of 8
-    if it is above 8, or fewer rows, at least one, if their logits exceed LOGITS_BYTES."""
+    """Returns the number of sampling rows whose logits are computed at a time: max_sequences or, if the logits of so many rows
+    exceed LOGITS_BYTES, as many rows as fit, at least one. Above 8, max_sequences is rounded up and a smaller number down to a
+    multiple of 8."""
     wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
     rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
@@ -74,8 +76,9 @@ def recorded_tokens(num_tokens: int) -> int:
 
 
 def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns an upper bound of the bytes that recorded steps use for their results: those of one layer, or the logits. About 0.5
-    MB for each thread that packs weights are not included (scratch_words of amx_linear.py, scratch_floats of widened_linear.py)."""
+    """Returns an upper bound of the bytes that recorded steps use for their results: those of one layer or the logits, whichever
+    are more. About 0.5 MB for each thread that packs weights are not included (scratch_words of amx_linear.py, scratch_floats of
+    widened_linear.py)."""
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # queries, keys and values, with attention's result or the normalised queries
     attention = (3 if shape.whole_width_norms else 2) * query + 2 * key
