@@ -73,9 +73,9 @@ class TensorGroup(NamedTuple):
     device may have some of the experts; `divided` says how devices with the same experts share each of them. stacked: each tensor
     has the experts along its first axis, and `divided` applies to the other axes.
 
-    by_layer: how the stages of a pipeline share tensors of which every layer needs something. ROWS or COLUMNS: each layer has an
-    equal number of rows or columns, in the order of the layers; a stage has those of its own layers, and each of its devices has
-    all of these. WHOLE: each stage has the tensors whole. "": only one stage needs them."""
+    by_layer: how the stages of a pipeline share tensors of which every layer needs a part. ROWS or COLUMNS: each layer has an equal
+    number of rows or columns, in the order of the layers; a stage has those of its own layers, and each of its devices has all of
+    these. WHOLE: each stage has the tensors whole. "": only one stage needs them."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None

@@ -34,8 +34,8 @@ class EagleHead:
     """A head that drafts tokens for another model (EAGLE-3), as its own files describe it.
 
     tensors: the tensors that the files' headers list. read_layers: indices of the model's layers whose inputs the head reads; ():
-    config.json names none, and `fitted` chooses three. target_size: the model's width (hidden size); 0: it is the head's own.
-    verifier: the name of the model that the head was made for; "": it is not given."""
+    config.json names none, and `fitted` chooses three. target_size: the width (hidden size) of the model; 0: the model is as wide
+    as the head. verifier: the name of the model that the head was made for; "": it is not given."""
 
     shape: EagleShape
     tensors: tuple[TensorRef, ...]
