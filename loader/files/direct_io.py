@@ -2,8 +2,8 @@
 alignment the kernel requires of them.
 
 A range that is mostly in the page cache is copied from there, at the speed of memory. Any other range is read with O_DIRECT
-straight from the drive, which costs almost no CPU time and leaves the page cache to others. Linux only; makes system calls directly
-where libc has no wrapper.
+straight from the drive, which costs almost no CPU time and leaves the page cache to others. The module works on Linux only, and
+makes system calls directly where libc has no wrapper.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class LeftBehind(Exception):
 
 
 def is_local(fd: int) -> bool:
-    """Returns whether an open file is on a drive or in the memory of this machine. False for network mounts, FUSE and file systems
-    that are not known here."""
+    """Returns whether an open file is on a drive or in the memory of this machine. The result is False for network mounts, FUSE,
+    and file systems that this module does not know."""
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(fd, buffer):
         return False

@@ -75,9 +75,9 @@ class TensorRef:
 
 @dataclass(slots=True, frozen=True)
 class Header:
-    """The parsed header of a file. tensors: in the order of the file. raw: the JSON bytes, for fingerprints. file_bytes: the length
-    of the whole file by the header. source: the identity of the plain file that this one was packed from; None: this file is
-    plain."""
+    """The parsed header of a file. tensors: the file's tensors, in their order in the file. raw: the JSON bytes, for fingerprints.
+    file_bytes: the length of the whole file by the header. source: the identity of the plain file that this one was packed from;
+    None: this file is plain."""
 
     tensors: tuple[TensorRef, ...]
     raw: bytes
