@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 class Relayout(NamedTuple):
     """A way to rearrange the numbers of a stored tensor in memory. name: what the numbers are. rows: number of stored rows that
-    become one column in memory; 0: the whole tensor is rearranged at once. spread: number of outputs of which a stored element
-    holds numbers. item_bytes: bytes of an element in memory; 0: nothing is held, and the numbers are only checked. turned: whether
-    stored rows become columns (the tensor is transposed)."""
+    become one column in memory; 0: the whole tensor is rearranged at once. spread: how many outputs have a number in each stored
+    element, for example 8 in a word of zero points. item_bytes: bytes of an element in memory; 0: nothing is held, and the numbers
+    are only checked. turned: whether stored rows become columns (the tensor is transposed)."""
 
     name: str
     rows: int = 1
