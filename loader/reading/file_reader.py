@@ -136,7 +136,8 @@ class FileReader:
     def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview, in_place: bool) -> tuple[int | None, list[Span]]:
         """Reads the bytes of a read from the file: through the page cache if it holds them, otherwise past it. Returns (the
         descriptor that bypassed the page cache, or None; the spans that are in the slot and must still be stored). call: entered
-        around file system calls. slot: the staging slot. in_place: whether bytes may be read directly into the weight range."""
+        around file system calls. slot: the staging slot. in_place: whether bytes may be read directly into the weight range; if
+        not, all of them go to the slot."""
         direct_fd = self._direct_fd
         with call:
             if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):

@@ -130,7 +130,8 @@ class Segment:
 
     @property
     def is_whole_frame(self) -> bool:
-        """Returns whether the segment is a frame of a packed file whose values are all stored, one after the other."""
+        """Returns whether the segment is a frame of a packed file whose values are all stored in the weight range, one after the
+        other."""
         if self.frame is None or len(self.contents) > 1 or self.columns is not None:
             return False
         return self.contents[0].end - self.contents[0].begin == self.frame.num_bytes

@@ -123,8 +123,9 @@ class SharedReads:
             self._count(TAKEN + owner, owner, number)
 
     def _count(self, column: int, whose: int, number: int) -> None:
-        """Records that this rank is done with the read `number` of the rank `whose`. column: index of the word in shared memory
-        that counts these reads. The word gives how many reads are done from the first one on without a gap."""
+        """Records that this rank is done with the read `number` of the rank `whose`, which may be this rank itself. column: index
+        of the word of this rank in shared memory that counts such reads. Its value n means that the reads 0 to n - 1 are done; a
+        read that is done before an earlier one is counted together with that one."""
         done, count = self._done[whose], int(self._own[column])
         done.add(number)
         self._fence.order()

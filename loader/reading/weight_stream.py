@@ -74,7 +74,7 @@ class OpenCheckpoint:
     @property
     def packed_reason(self) -> str:
         """A sentence for the log that says whether packed or plain files are read, and why; "": the model has no packed files. Only
-        for a load that had no choice between packed and plain files; if there was one, SourceChoice.reason says what was chosen."""
+        for a load that had no choice between packed and plain files; for all others SourceChoice.reason says what was chosen."""
         if self.is_packed:
             return "read its packed files: there are no plain ones"
         if self.shape.split is not None and self.checkpoint.packed_files:
