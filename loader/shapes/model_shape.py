@@ -226,9 +226,8 @@ class SplitShape:
     rank: index of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
     experts, into which the experts of a layer are divided.
 
-    num_kv_heads: number of KV heads of the whole model, which does not follow from the share's number if there are fewer heads than
-    devices, since several devices then hold the same head; 0: it is ModelShape.num_kv_heads times `size`. num_full_kv_heads: the
-    same for ModelShape.full_heads.
+    num_kv_heads: number of KV heads of the whole model; 0: it is ModelShape.num_kv_heads times `size`. It is less if there are
+    fewer heads than devices, since several devices then hold the same head. num_full_kv_heads: the same for ModelShape.full_heads.
 
     stage: index of the pipeline stage. stage_ends: for each stage, the index of its last layer plus 1; (): the layers are not
     divided. copies: as in Division, for all parts."""
