@@ -64,9 +64,9 @@ class WeightSink(Protocol):
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
         """Starts decoding a packed frame, whose checksum has been verified, into the weight range, and returns True. Returns False
-        if the sink cannot decode frames; the caller must then decode the frame on the host. segment: the frame. staged: the frame's
-        bytes, which must not change until a fence that is taken afterwards (`fence`) is passed. Raises FrameError for a frame that
-        is not valid."""
+        if the sink cannot decode this frame; the caller must then decode the frame on the host. segment: the frame. staged: the
+        frame's bytes, which must not change until a fence that is taken afterwards (`fence`) is passed. Raises FrameError for a
+        frame that is not valid."""
         ...
 
     def fence(self) -> Fence | None:
