@@ -40,9 +40,9 @@ _json = msgspec.json.encode
 
 class _Begun(Struct, frozen=True):
     """The record of a background response that is kept for the next daemon; its tokens are kept beside it. received: the bytes of
-    the HTTP request. nonce: the number from which the request's random values follow. created: Unix time in seconds. model: name
-    and fingerprint. shown: the response's JSON when it was accepted. is_streamed: whether its events may be fetched. max_tokens:
-    the most tokens of the reply."""
+    the HTTP request. nonce: random bytes, from which all further random values of the request are derived. created: Unix time in
+    seconds. model: name and fingerprint. shown: the response's JSON when it was accepted. is_streamed: whether its events may be
+    fetched. max_tokens: the most tokens of the reply."""
 
     public_id: str
     tenant: str
@@ -64,9 +64,9 @@ class Run:
 
     accepted: a future that is done when the request was submitted; it has an exception if the request was refused. events: the
     events so far, indexed by sequence_number; empty if the client did not ask for a stream. is_over: whether no more events will be
-    added in this daemon. is_held: whether the next daemon continues the response. previous, input: as in StoredResponse. snapshot:
-    renders the response so far as JSON; None before there is a renderer. failing: renders the last events of a failed response, and
-    passes the response to result()."""
+    added in this daemon. is_held: whether the next daemon continues the response. previous: the id of the response that this one
+    follows, or "". input: the request's field `input`, as JSON. snapshot: renders the response so far as JSON; None before there is
+    a renderer. failing: renders the last events of a failed response, and passes the response to result()."""
 
     def __init__(self, runs: BackgroundRuns, tenant: str, public_id: str, is_streamed: bool) -> None:
         self._runs, self.tenant, self.public_id, self.is_streamed = runs, tenant, public_id, is_streamed

@@ -24,9 +24,10 @@ async def read_data(call: Call, body: Body[HeadT]) -> bytes:
 
 
 async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, ModelEntry]:
-    """Reads and parses a request's body. Returns its small part, its long part and the model that it names. A body of more than
-    INLINE_BYTES is parsed in a text worker, because that would block the event loop for too long. A model named in the path
-    (/m/MODEL) takes precedence over the body's. Raises HearthError."""
+    """Reads and parses a request's body. Returns the fields that the daemon needs, the prompt or other long content as bytes for
+    the text worker, and the model that the request names. A body of more than INLINE_BYTES is parsed in a text worker, because that
+    would block the event loop for too long. A model named in the path (/m/MODEL) takes precedence over the body's. Raises
+    HearthError."""
     context = call.context
     data = await read_data(call, body)
     if len(data) <= INLINE_BYTES:

@@ -61,8 +61,8 @@ class Progress:
     # ---- for the next daemon
 
     def so_far(self) -> RequestSoFar | None:
-        """Returns what the next daemon needs to continue the request. Returns None if it cannot be continued, because the client
-        already has a part of the answer and the sequences can only be generated again from their beginning."""
+        """Returns the state that the next daemon needs to continue the request. Returns None if the request cannot be continued,
+        because the client already has a part of the answer and the sequences can only be generated again from their beginning."""
         group = self.group
         is_open = self.is_open or (group is not None and group.has_begun)
         if is_open and self.starts_over:

@@ -64,8 +64,9 @@ class ResponseStore:
     response is never lost before those that follow it."""
 
     def __init__(self, max_bytes: int, records: KeptRecords | None = None) -> None:
-        """Makes a store, with the responses that an earlier daemon has left in `records`. max_bytes: 0: nothing is stored. records:
-        the memory that holds the responses; None: new memory, whose content ends with this daemon."""
+        """Makes a store, with the responses that an earlier daemon has left in `records`. max_bytes: the most memory that responses
+        may take; 0: nothing is stored. records: the memory that holds the responses; None: new memory, whose content ends with this
+        daemon."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._records = records if records is not None else KeptRecords()

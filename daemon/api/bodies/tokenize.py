@@ -44,9 +44,9 @@ DETOKENIZE_MEANINGS = {
 
 
 class TextHead(Struct, array_like=True):
-    """The part of a parsed /tokenize or /detokenize body that the daemon itself needs. The text or the ids are kept apart, for the
-    text worker. kind: "messages", "text" or, for /detokenize, "ids". options: the argument `options` of TextPort.tokenize; {} for
-    /detokenize."""
+    """The part of a parsed /tokenize or /detokenize body that the daemon itself needs, without the text or the ids, which only the
+    text worker reads. kind: what the body contains: "messages", "text" or, for /detokenize, "ids". options: the argument `options`
+    of TextPort.tokenize; {} for /detokenize."""
 
     model: str | None
     kind: str

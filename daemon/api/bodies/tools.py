@@ -34,8 +34,8 @@ class NamedChoice(Struct):
 
 
 class ToolRequest(Struct, array_like=True):
-    """The facts about a request's tools that the daemon needs; the lists are in the order of the tools. A request without tools, or
-    with tool_choice "none", has None instead of this object."""
+    """The facts about a request's tools that the daemon needs. Each list has one item for each tool, in the order of the request's
+    `tools`. A request without tools, or with tool_choice "none", has None instead of this object."""
 
     choice: str  # AUTO | REQUIRED | NAMED
     parallel: bool

@@ -58,7 +58,8 @@ async def _handle(call: Call) -> web.Response:
 
 
 async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, model: ModelEntry) -> Embedded:
-    """Computes the embeddings of a request's texts. head, packed: the two parts of its body. Raises HearthError."""
+    """Computes the embeddings of a request's texts. head: the fields of its body. packed: the texts or token ids of its body,
+    packed for the text worker. Raises HearthError."""
     context = call.context
     size = model.embedding_size
     if not size:

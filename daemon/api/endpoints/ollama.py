@@ -120,8 +120,9 @@ class _Lines:
         return self.finished(b'""', reason, num_tokens) + b"\n"
 
     def finished(self, said: bytes, reason: str, num_tokens: int) -> bytes:
-        """Returns the JSON object that ends the answer, with its counts and durations. said: JSON of the text and its sibling
-        fields, without braces. reason: OpenAI's finish_reason. num_tokens: the tokens of the reply."""
+        """Returns the JSON object that ends the answer, with its counts and durations. said: the reply as JSON without braces: the
+        value of the text, then further fields of the reply, such as `"Hello","thinking":"…"`. reason: OpenAI's finish_reason.
+        num_tokens: the tokens of the reply."""
         generation = self._generation
         told: dict[str, Any] = {
             "done": True,
@@ -136,8 +137,8 @@ class _Lines:
         return self.told(said, told)
 
     def told(self, said: bytes, fields: Mapping[str, object]) -> bytes:
-        """Returns one JSON object of the answer. said: JSON of the text and its sibling fields, without braces. fields: the fields
-        after those of the reply."""
+        """Returns one JSON object of the answer. said: the reply as JSON without braces: the value of the text, then further fields
+        of the reply, such as `"Hello","thinking":"…"`. fields: the object's fields after those of the reply."""
         return self._opening + said + self._closing + b"," + _json(fields)[1:]
 
     def tail(self, num_tokens: int) -> bytes:
@@ -148,8 +149,8 @@ class _Lines:
 
 
 def _calls(calls: list[tuple[str, str]]) -> bytes:
-    """Returns JSON for `said` (see _Lines.told): an empty text and the field tool_calls. calls: (name, arguments as JSON) of each
-    call."""
+    """Returns a reply that consists of tool calls, as JSON without braces: the value "" of the text, then the field tool_calls.
+    calls: (name, arguments as JSON) of each call."""
     shown = [{"function": {"name": name, "arguments": Raw(arguments.encode())}} for name, arguments in calls]
     return b'"","tool_calls":' + _json(shown)
 
@@ -230,7 +231,8 @@ async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry
 
 
 def _said(generation: Generation, shape: _Shape, head: common.Head, told: Mapping[str, object]) -> web.Response:
-    """Returns the response to a request without a prompt: an answer with an empty text. told: further fields of its JSON object."""
+    """Returns the response to a request without a prompt: an answer with an empty text. head: the fields of the request's body.
+    told: further fields of the answer's JSON object."""
     lines = _Lines(shape, 0.0, AnswerHead(generation.public_id, int(time.time()), generation.model.own_name, [generation]))
     return web.Response(body=lines.told(b'""', told) + b"\n", content_type=_NDJSON if head.stream else "application/json")
 

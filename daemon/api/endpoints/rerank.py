@@ -52,8 +52,8 @@ async def _handle(call: Call) -> web.Response:
 
 
 async def scored(call: Call, head: rerank.PairsHead, packed: bytes, model: ModelEntry, id_prefix: str) -> Scored:
-    """Computes the relevance of each pair of texts of a request. head, packed: the two parts of its body. id_prefix: the prefix of
-    the answer's id. Raises HearthError."""
+    """Computes the relevance of each pair of texts of a request. head: the fields of its body. packed: the texts of its body,
+    packed for the text worker. id_prefix: the prefix of the answer's id. Raises HearthError."""
     context = call.context
     if not model.scoring:
         raise BadRequest("wrong_task", f"{model.name} {model.does}; it scores no documents", param="model")

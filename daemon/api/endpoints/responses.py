@@ -352,9 +352,10 @@ async def _handle(call: Call) -> web.StreamResponse:
 
 
 def _prompt(call: Call, head: ResponsesHead, messages: bytes) -> bytes:
-    """Returns the messages of a response's prompt: those of the conversation that it continues (previous_response_id), if any, and
-    its own. head, messages: the two parts of its body; the facts about tool calls in `head.options` are changed to include the
-    conversation's. Raises HearthError if a response of the conversation is not stored or not completed."""
+    """Returns the messages of a response's prompt, packed for the text worker: those of the conversation that it continues
+    (previous_response_id), if any, and its own. head: the fields of its body; the facts about tool calls in `head.options` are
+    changed to include the conversation's. messages: its own messages, packed. Raises HearthError if a response of the conversation
+    is not stored or not completed."""
     if head.previous and call.context.background.find(call.tenant, head.previous) is not None:
         message = f"previous_response_id: {head.previous!r} is still in the making"
         raise BadRequest("previous_response_not_completed", message, param="previous_response_id")

@@ -31,7 +31,8 @@ async def _tokenize(call: Call) -> web.Response:
 
 
 async def num_prompt_tokens(call: Call, head: Head, messages: bytes, model: ModelEntry) -> int:
-    """Returns the number of tokens of a chat's prompt. head, messages: the two parts of the chat's body. Raises HearthError."""
+    """Returns the number of tokens of a chat's prompt. head: the fields of the chat's body. messages: its messages, packed for the
+    text worker. Raises HearthError."""
     await allow_plain_calls(call.context, model, head.options)
     options = head.options | {"add_special_tokens": False, "token_strings": False}
     count, _, _ = await call.context.text.tokenize(model, "messages", messages, options)

@@ -33,8 +33,8 @@ class _UnknownPlace(Exception):
 
 
 def close(schema: Schema) -> None:
-    """Adds `additionalProperties: false`, in place, to each object schema that is the only schema of its value. A schema with a
-    reference that cannot be resolved stays unchanged."""
+    """Closes object schemas, in place: adds `additionalProperties: false` to each object schema inside `schema` that is the only
+    schema of its value. If `schema` has a reference that cannot be resolved, nothing is changed."""
     try:
         found = _sole_objects(schema)
     except _UnknownPlace:
@@ -44,8 +44,9 @@ def close(schema: Schema) -> None:
 
 
 def _sole_objects(root: Schema) -> list[Schema]:
-    """Returns the object schemas inside `root` to close: those that are the only schema of their value wherever they are used. A
-    schema is visited at most twice: once as the only schema of its value, and once as one of several."""
+    """Returns the object schemas inside `root` that are the only schema of their value wherever they are used, so that
+    `additionalProperties: false` may be added to them. A schema is visited at most twice: once as the only schema of its value, and
+    once as one of several. Raises _UnknownPlace for a reference that cannot be resolved."""
     sole: dict[int, Schema] = {}
     shared: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -98,9 +99,9 @@ def _only_requires(node: Schema, key: str) -> bool:
 
 
 def _is_choice(node: Schema, key: str, root: Schema) -> bool:
-    """Returns whether each branch of node[key] describes a whole value by itself, so that the branches can be closed without
-    affecting each other: for $ref, anyOf, allOf with a single branch, and oneOf whose branches exclude each other. root: the schema
-    in which references are resolved."""
+    """Returns whether each branch of node[key] describes a whole value by itself, so that `additionalProperties: false` in one
+    branch does not affect the others. That is so for $ref, anyOf, allOf with a single branch, and oneOf whose branches exclude each
+    other. root: the schema in which references are resolved."""
     branches = node[key]
     if key == "$ref":
         return True

@@ -49,8 +49,9 @@ async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.Stre
 async def answer(
     call: Call, head: Head, prompt: bytes, model: ModelEntry, form: AnswerFormat, public_id: str
 ) -> web.StreamResponse:
-    """Answers a request for text whose body was read. head, prompt: the two parts of the body. form: the endpoint's answer format.
-    public_id: the answer's id. Raises HearthError before the first byte."""
+    """Answers a request for text whose body was read. head: the fields of the body. prompt: the body's prompts or messages, packed
+    for the text worker. form: the endpoint's answer format. public_id: the answer's id. Raises HearthError before the first
+    byte."""
     context = call.context
     if not model.generates_text:
         raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
@@ -149,7 +150,8 @@ async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[i
 
 async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes, field: str) -> list[array[int]]:
     """Returns the token ids of each prompt of a request: tokenizes prompts that are texts or messages, and truncates all as the
-    request asks. prompt: the long part of the body. field: the body's field that holds the prompt. Raises HearthError."""
+    request asks. head: the fields of its body. prompt: the body's prompts or messages, packed for the text worker. field: the
+    body's field that holds the prompt. Raises HearthError."""
     keep = num_kept(head.keep_last, model.max_model_len - (head.max_tokens or 1), model)
     if head.prompt_kind == "ids":
         unpacked = []

@@ -33,9 +33,9 @@ def repetition_of(schema: Mapping[str, Any], path: str) -> str:
 
 
 def in_order(of: str, required: Sequence[bool], comma: str) -> list[str]:
-    """Returns the rules of a sequence of items in a fixed order, separated by commas; the first rule is `first_{of}_0`. The caller
-    writes the rule `item_{of}_{n}` of each item number n. required: for each item, whether it must be there. comma: the separator,
-    in the grammar's syntax."""
+    """Returns the grammar rules of a sequence of items in a fixed order, separated by commas. of: a word that makes the rules'
+    names unique: the first rule is `first_{of}_0`, and the caller writes the rule `item_{of}_{n}` of each item number n. required:
+    for each item, whether it must be there. comma: the separator, in the grammar's syntax."""
     rules = []
     for number, must in enumerate(required):
         here, following = f"{of}_{number}", f"{of}_{number + 1}"

@@ -45,8 +45,8 @@ class Ended:
 
 async def send_events(call: Call, source: EventSource, begin: int) -> web.StreamResponse:
     """Sends a background response's events from the sequence_number `begin` on to a client, and returns the HTTP response after the
-    last one. If the response has ended before `begin`, which a client may ask for because of events that were lost in a restart,
-    only the last event is sent: it tells how the response ended."""
+    last one. If the response has ended with fewer events (a client may have got events that were lost in a restart), only its last
+    event is sent, which says how the response ended."""
     response = event_response(call.request_id, call.context.more_headers, EVENT_STREAM)
     await response.prepare(call.request)
     try:
