@@ -100,8 +100,8 @@ class EngineEvents:
         self._dispatcher.engines_changed()
 
     def _trace_engine_down(self, tracer: Tracer, device: str, lost: set[str], now: float, reason: str) -> None:
-        """Records the end of a device's engine in the traces of the loads and requests that it had. lost: the split models of which
-        the device held a share. now: monotonic seconds."""
+        """Records the end of a device's engine in the traces of the loads and requests that the engine had. lost: the split models
+        of which the engine held a share, that is, the part on one device. now: monotonic seconds."""
         for load in tracer.loads_lost(device, now, reason):
             self._dispatcher.tell_load(load)
         for generation in self._open.by_id.values():

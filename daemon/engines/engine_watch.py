@@ -85,9 +85,9 @@ class EngineWatch:
 
     def look(self, now: float, pulses: Mapping[str, tuple[int, Pulse]], stall_s: float) -> dict[str, Silence]:
         """Returns the engines that hang and were not returned before, by device. pulses: device -> the process id and the last sign
-        of life, for engines that are up. stall_s: the usual limit in seconds; 0 turns the check off. If the call comes much later
-        than due_s, the silence of all engines is measured from now on: the daemon itself stood still, and may not have received
-        signs of life."""
+        of life, for engines that are up. stall_s: the usual limit in seconds; 0 turns the check off. If this call comes much later
+        than it was due, the daemon itself stood still and may not have received signs of life; then the silence of all engines is
+        measured from now on."""
         was_held = now - self.due_s > HELD_S
         self.due_s = now + LOOK_EVERY_S
         before, self._lives = self._lives, {}

@@ -58,9 +58,10 @@ class _Group:
     """One placement of a split model. devices: its members, by rank. region_offset: where its region in the exchange memory begins.
 
     holding: the members that may still use the group's region. leaving: the members in `holding` that were told to evict their
-    share and have not answered.
+    share (the part of the model on their device) and have not answered.
 
-    loaded, progress: the last messages of members, by device. failure: the first member that could not load, and its message."""
+    loaded: device -> the member's LoadDone. progress: device -> the member's last LoadProgress. failure: the device of the first
+    member that could not load, and its LoadFailed."""
 
     placement_id: int
     model: str
@@ -102,11 +103,12 @@ class Groups:
         self._kept_regions: list[tuple[int, set[str]]] = []  # regions of closed groups (offset), and who of `_lost` was a member
 
     def knows(self, placement_id: int) -> bool:
-        """Returns whether the placement belongs to a split model, or did so until recently."""
+        """Returns whether the placement belongs to a split model. Only present placements and the last CLOSED_KEPT that have ended
+        are known."""
         return placement_id in self._groups or placement_id in self._closed
 
     def models_on(self, device: str) -> set[str]:
-        """Returns the split models of which the device holds a share."""
+        """Returns the split models of which the device holds a share (the part of a model on one device)."""
         return {group.model for group in self._groups.values() if device in group.holding}
 
     # ---- what the scheduler wants
@@ -141,9 +143,9 @@ class Groups:
             self._send(device, of_member)
 
     def evict(self, action: actions.Evict) -> None:
-        """Carries out the scheduler's decision to evict a split model: sends an EvictModel to each member that still holds a share,
-        and new leases to the other devices. Reports Evicted when all have answered, or at once if none holds a share. A failure to
-        load that was not reported yet is dropped."""
+        """Carries out the scheduler's decision to evict a split model: sends an EvictModel to each member that still holds its
+        share (the part of the model on its device), and new leases to the other devices. Reports Evicted when all have answered, or
+        at once if none holds a share. A failure to load that was not reported yet is dropped."""
         leases = action.leases
         group = self._groups.get(action.placement_id)
         held = set() if group is None else group.holding
@@ -235,9 +237,10 @@ class Groups:
         self._close_if_empty(group)
 
     def _leave(self, group: _Group, leases: dict[str, int], comes_back: bool) -> None:
-        """Marks the group as broken, and sends an EvictModel to each member that still holds a share. leases: device -> its new
-        lease in chunks; devices that are missing keep theirs. comes_back: whether the model will be loaded again soon, so that
-        members leave its weights where they are until something takes their place."""
+        """Ends a group: marks it as broken, and sends an EvictModel to each member that still holds its share (the part of the
+        model on its device). leases: device -> its new lease in chunks; devices that are missing keep theirs. comes_back: whether
+        the model will be loaded again soon. If so, members leave its weights in memory until the chunks are used for something
+        else; otherwise they drop the weights."""
         self._break(group)
         for device in group.devices:
             if device in group.holding and device not in group.leaving:
@@ -250,14 +253,15 @@ class Groups:
         group.leaving.discard(device)
 
     def _close_if_empty(self, group: _Group) -> None:
-        """Closes the group, and reports its final answer to the scheduler, if no member can use the group's region any more."""
+        """Closes the group, and reports its final answer to the scheduler, if no member can use the group's region of the exchange
+        memory any more; otherwise does nothing."""
         if (answer := self._closed_with(group)) is not None:
             self._tell(*answer)
 
     def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
-        """Closes the group if no member can use its region any more. Returns the answer that the scheduler must then get, as
-        (joined names of the devices, message). Returns None if a member still can use the region, or if there is nothing to
-        report."""
+        """Closes the group if no member can use its region of the exchange memory any more. Returns the answer that the scheduler
+        must then get, as (joined names of the devices, message). Returns None if a member can still use the region, or if there is
+        nothing to report."""
         if group.holding:
             return None
         assert self._regions is not None
@@ -271,7 +275,8 @@ class Groups:
         return None
 
     def _free(self, offset: int, lost: set[str]) -> None:
-        """Frees a group's region, or keeps it until the members in `lost` have ended."""
+        """Frees a group's region of the exchange memory. offset: where the region begins. lost: the members whose engines were
+        killed and have not ended yet; the region is then freed only when they have ended."""
         assert self._regions is not None
         if lost:
             self._kept_regions.append((offset, lost))
@@ -284,8 +289,8 @@ class Groups:
 
 
 def _sum_of_progress(group: _Group) -> LoadProgress:
-    """Returns the load's progress over all members: the sums of their bytes. While a member that has not loaded its share waits for
-    its kernels (it reports bytes_total 0), the result has bytes_total 0. A member that has not reported yet is assumed to have as
+    """Returns the load's progress over all members: the sums of their bytes. A member that waits for its kernels reports
+    bytes_total 0; as long as one does, the result has bytes_total 0, too. A member that has not reported yet is assumed to have as
     many bytes to load as the largest of the others."""
     told = [one for device, one in group.progress.items() if one.bytes_total or device not in group.loaded]
     if not all(one.bytes_total for one in told):
@@ -297,7 +302,7 @@ def _sum_of_progress(group: _Group) -> LoadProgress:
 
 def _part(slots: Sequence[int], rank: int, devices: tuple[str, ...]) -> list[int]:
     """Returns the slots of the host tier that one member of a group uses, out of those granted to the whole model. rank: the
-    member's rank. devices: the devices of all members, by rank."""
+    member's index in `devices`. devices: the devices of all members."""
     num = len(slots) // len(devices)
     return list(slots[rank * num : (rank + 1) * num])
 

@@ -142,7 +142,8 @@ class LeftMemory:
         self._handles, self._weights, self._num_early = [], {}, 0
 
     def _note(self) -> None:
-        """Stores the account of the weights in the memory for the next daemon. Called after each change of the account. A change
-        for a message to the engine is stored before the message makes the engine overwrite anything."""
+        """Stores the account of the weights in the memory for the next daemon. Called after each change of the account; for a
+        change because of a message to the engine, before the message is sent, so that the stored account never names weights that
+        the engine may be overwriting."""
         if self._kept is not None:
             self._kept.note(self._weights)

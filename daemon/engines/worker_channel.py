@@ -10,9 +10,9 @@ from engine import protocol
 
 
 class WorkerChannel(asyncio.Protocol):
-    """Decodes each message from the engine and passes it to `on_message`, on the event loop. on_broken: called with the error if
-    the bytes are no messages. `closed`: a future that is set at the end of the stream, after the last message, so no message of a
-    dead engine can arrive after its death was handled."""
+    """The daemon's connection to one engine: decodes each message from the engine and passes it to `on_message`, on the event loop.
+    on_broken: called with the error if the engine's bytes cannot be decoded as messages. `closed`: a future that is set at the end
+    of the stream, after the last message, so no message of a dead engine can arrive after its death was handled."""
 
     def __init__(self, on_message: Callable[[Any], None], on_broken: Callable[[Exception], None]) -> None:
         self._frames = protocol.FrameReader(protocol.FromEngine)
