@@ -71,7 +71,8 @@ class Lender:
             thread.join()
 
     def _connection(self, sock: socket.socket, peer: str) -> None:
-        """Serves one connection from its beginning to its end."""
+        """Serves one connection from a proxy until it ends: checks that the proxy knows the key, then lends it the device that it
+        asks for. Failures are logged. peer: the proxy's address, for the log."""
         wire = Wire(sock, ToLender)
         self._wires.add(wire)
         try:

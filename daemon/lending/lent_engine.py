@@ -172,8 +172,9 @@ class LentEngine:
         self._channel.sendall(encode(message))
 
     def _begin(self, frame: BeginShare) -> None:
-        """Passes the load of a share on to the engine, with this host's folder and region in place of the leader's. If that is
-        impossible, reports LoadFailed to the proxy. Raises ValueError if the frame contains no load of a share."""
+        """Tells the engine to load its share of a split model (the part on its device), with the model's folder and the region of
+        the exchange memory on this host in place of those on the daemon's host. If that is impossible, reports LoadFailed to the
+        proxy. Raises ValueError if the frame contains no load of a share."""
         (message,) = FrameReader(ToEngine).feed(frame.message)
         if not isinstance(message, LoadModel) or message.group is None:
             raise ValueError(f"{type(message).__name__} loads no share of a split model")
@@ -196,9 +197,9 @@ class LentEngine:
         self._channel.sendall(encode(msgspec.structs.replace(message, path=str(folder), fingerprint=fingerprint, group=group)))
 
     def _files(self, relative: str, files_id: str) -> tuple[Path, str]:
-        """Returns the folder of a model on this host, and its fingerprint here. relative: the folder below the models folder.
-        files_id: identifies the files on the daemon's host. Raises ValueError or OSError if the folder does not hold the same
-        files."""
+        """Returns the folder of a model on this host, and the fingerprint that its files have here. relative: the folder's path
+        below the models folder. files_id: identifies the files on the daemon's host. Raises ValueError or OSError if the folder on
+        this host does not hold the same files."""
         folder = (self._models_dir / relative).resolve()
         if not folder.is_relative_to(self._models_dir.resolve()):
             raise ValueError(f"{relative} is not in the models folder {self._models_dir}")
@@ -213,8 +214,8 @@ class LentEngine:
         return folder, checkpoint.fingerprint
 
     def _leave(self, placement_id: int) -> None:
-        """Ends the use of the exchange memory for one share of a model, because the engine does not hold the share any more.
-        placement_id: identifies the share's load."""
+        """Ends the engine's use of the exchange memory for a split model, because the engine does not hold its share (the part on
+        its device) any more. placement_id: identifies the load of that share."""
         share = self._shares.pop(placement_id, None)
         if share is None:
             return
@@ -226,7 +227,7 @@ class LentEngine:
     # ---- from the engine
 
     def _tell(self) -> None:
-        """Passes on the engine's messages to the proxy, until the engine closes its end of the channel."""
+        """Passes the engine's messages on to the proxy on the daemon's host, until the engine closes its end of the channel."""
         with contextlib.suppress(WireClosed, OSError):
             while data := self._channel.recv(RECV_BYTES):
                 messages: Sequence[Message] = list(self._from_engine.feed(data))

@@ -24,8 +24,8 @@ from scheduler.batch.plan import BatchPlan
 
 @dataclass(slots=True)
 class _RegionCopy:
-    """The copy of one split model's region. writer: writes the plans of steps and the rows of the sequence table to it. holders:
-    numbers of the engines that may use the copy. num_steps: number of steps whose plans have been written to it."""
+    """The copy of one split model's region. writer: writes the plans of steps, and the rows of the table of running sequences, to
+    it. holders: numbers of the engines that may use the copy. num_steps: number of steps whose plans have been written to it."""
 
     writer: GroupRegion
     holders: set[int]
@@ -45,10 +45,11 @@ class LentRegions:
         self._changing = threading.Lock()
 
     def hold(self, leader: str, message: LoadModel, number: int, block_tokens: int) -> tuple[Group, GroupRegion]:
-        """Prepares an engine's load of a share of a model. Returns the group (the engines of the model) with this host's numbers
-        and region, and the model's region, which is made unless another engine on this host already uses it. leader: identifies the
-        daemon. message: the load as the daemon sent it. number: the engine's number in the exchange memory. block_tokens: tokens in
-        a KV block. Raises ValueError for a region that does not fit the model, and OSError if there is no room."""
+        """Prepares an engine's load of its share of a split model (the part on its device). Returns (the group: the engines of the
+        model, with the numbers and the region that they have on this host; the model's region), and makes the region unless another
+        engine on this host already uses it. leader: identifies the daemon. message: the load as the daemon sent it. number: the
+        engine's number in the exchange memory. block_tokens: tokens in a KV block. Raises ValueError for a region that does not fit
+        the model, and OSError if there is no room."""
         assert message.group is not None
         key, group = (leader, message.placement_id), message.group
         with self._changing:
