@@ -38,8 +38,8 @@ class AdapterRecord:
     served: what requests need, None while the adapter cannot be served. In that case `problem` tells why, and is_incomplete whether
     it may be served later, because only files or the base are missing.
 
-    checked: the result of comparing the adapter with its base, as (the base's shape, why the adapter does not fit it, or ""); None:
-    they were not compared."""
+    checked: the result of comparing the adapter with its base, a pair: the base's shape, and why the adapter does not fit it ("" if
+    it fits). None: they were not compared."""
 
     checkpoint: Checkpoint
     base: str = ""
@@ -208,8 +208,8 @@ class _NamesOfBases:
             self._by_end.setdefault(_last_part(name), []).append(name)
 
     def base_of(self, name: str, adapter: Adapter, settings: ModelConfig) -> tuple[str, str]:
-        """Finds the base model of the adapter `name`. Returns its name and ""; or its name and why it cannot be a base; or "" and
-        why none is found. settings: those of the adapter."""
+        """Finds the base model of the adapter `name`. Returns (the base's name, or "" if none is found; why the adapter cannot be
+        served with it or why none is found, or "" if the base can be used). settings: those of the adapter."""
         setting = f'models."{name}".base'
         if settings.base is not None:
             found = self._named(settings.base)

@@ -11,9 +11,9 @@ from scheduler.node import events
 
 
 def chosen(found: Registered, counts: Mapping[int, Sequence[int]]) -> events.ExpertCopies | None:
-    """Returns the copies of experts for the next loads of a model; None if there are to be none, because the tokens are spread
-    evenly over the experts or too few have been counted yet. counts: layer -> number of tokens that each of its experts has
-    computed."""
+    """Returns which experts of a model its next loads copy to further devices, so that the work is spread more evenly. Returns None
+    if no expert is to be copied, because the tokens are spread evenly already or too few have been counted. counts: layer -> number
+    of tokens that each of its experts has computed."""
     shape = found.shape
     assert shape is not None
     assert shape.experts is not None

@@ -56,8 +56,9 @@ class Sizing:
         speculator: Speculator,
         dtype: str,
     ) -> events.ModelFacts:
-        """Returns the facts that the scheduler needs about a model, with the layers of its speculator. dtype: the dtype in which it
-        is computed. For a model that is split over devices, the bytes are those of its largest share."""
+        """Returns the facts that the scheduler needs about a model, together with the layers of its speculator. dtype: the dtype in
+        which it is computed. For a model that is split over devices, the bytes are those of the largest of the parts on one
+        device."""
         name, ranks, shape = checkpoint.name, parallel.num_ranks(settings), speculator.shape
         weight_format = held_format(shape, settings.quantize, settings.resident)
         if ranks > 1:
@@ -91,16 +92,16 @@ class Sizing:
         return facts if ranks == 1 else self._with_all_kv(facts, config, settings, shape)
 
     def most_copies(self, settings: ModelConfig, shape: ModelShape) -> int:
-        """Returns the most copies of experts that a load may give each device in each layer; 0 if the model's experts are not
-        divided among devices."""
+        """Returns how many experts of other devices a load may copy to each device, at most, in each layer. Returns 0 if the
+        model's experts are not divided among devices."""
         parts, experts = division_of(settings).expert_parts, shape.experts
         if experts is None or parts == 1:
             return 0
         return min(settings.expert_copies, experts.num_experts - experts.num_experts // parts)
 
     def bytes_with_copies(self, settings: ModelConfig, shape: ModelShape, dtype: str) -> dict[int, int]:
-        """Returns the most bytes of a model's weights on one device if the device also gets copies of experts, as number of copies
-        in each layer -> bytes, for each number that a load may choose. shape: that of the whole model."""
+        """Returns the most bytes that a split model's weights take on one device that also gets copies of other devices' experts:
+        number of copied experts in each layer -> bytes, for each number that a load may choose. shape: that of the whole model."""
         weight_format = held_format(shape, settings.quantize, settings.resident)
         how = (shape, dtype, division_of(settings), weight_format)
         numbers = expert_copies.numbers(self.most_copies(settings, shape))
@@ -179,15 +180,17 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns (budget, budget without carve-outs) in bytes, the largest values of _budgets_by_kind; (0, 0) if there are too few
-        devices."""
+        """Returns (budget, budget without carve-outs) in bytes: the most memory that the model, or each device's part of a split
+        model, can have on any kind of device; (0, 0) if there are too few devices. The second number is the budget that the device
+        would have if no carve-outs were set aside on it."""
         budgets = self._budgets_by_kind(name, settings, shape)
         return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
 
     def _budgets_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns, for each kind of device on which the model may live, (budget, budget without carve-outs) in bytes: the memory
-        that each share of the model can have. For a model on one device, this is the budget of the largest device; for a split
-        model, that of the smallest of the devices that it needs, if it gets the largest."""
+        """Returns, for each kind of device on which the model may live, (budget, budget without carve-outs) in bytes: the most
+        memory that the model can have on one device. The second number is the budget that the device would have if no carve-outs
+        were set aside on it. For a model on one device, this is the largest device of the kind. For a split model it is the
+        smallest of the devices that it needs, if it gets the largest."""
         division, found = division_of(settings), []
         for allowed in self._allowed_by_kind(name, settings, shape):
             budgets = {device.name: device.budget_bytes for device in allowed}
