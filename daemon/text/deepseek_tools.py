@@ -15,8 +15,8 @@ Message = dict[str, Any]
 
 def with_tools(messages: list[Message], tools: list[dict[str, Any]], is_fenced: bool) -> list[Message]:
     """Returns the messages with the tools added to the last system message, because V3's template shows only that one. If there is
-    no system message, a new one comes first. is_fenced: whether calls are written with fenced arguments, as in V3 and R1; otherwise
-    as in V3.1."""
+    no system message, a new one comes first. is_fenced: True: calls are described as V3 and R1 write them, with the arguments in a
+    fenced block of JSON; False: as V3.1 writes them, with plain arguments."""
     words = _words(tools, is_fenced)
     for at in range(len(messages) - 1, -1, -1):
         if messages[at]["role"] == "system":

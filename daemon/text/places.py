@@ -31,9 +31,9 @@ class _Waiting:
 
 
 class Places:
-    """A number of places for jobs, numbered from 0. At each place, a waiting tenant waits for at most one job of each other tenant.
-    num: how many places there are. of_each: how many places one tenant may hold at a time. All calls must come from the event
-    loop."""
+    """A number of places for jobs, numbered from 0. A free place goes to the waiting tenant for which the least work was done,
+    relative to its weight. num: how many places there are. of_each: how many places one tenant may hold at a time. All calls must
+    come from the event loop."""
 
     def __init__(self, num: int, of_each: int) -> None:
         self._free = set(range(num))

@@ -87,7 +87,8 @@ class ReasoningSplitter:
         return reasoning, self._bare(answer) if self._around else answer
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Does what `add` does, but leaves the texts of markers.answer in the answer."""
+        """Takes the next text of the reply and returns the (reasoning, answer) that may be sent now. Unlike `add`, it leaves the
+        texts that the model writes around its answer (markers.answer) in the answer."""
         if self._state == _ANSWER:
             return "", text
         text, self._held = self._held + text, ""

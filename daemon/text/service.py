@@ -215,8 +215,10 @@ class TextService(TenantText):
         return TokenTable(_table_decoder.decode(parts[0]), model.vocab_size)
 
     async def _tried(self, share: Share, at: Where, job: Job, param: str | None) -> list[bytes]:
-        """Does a job in a worker and returns the parts of its answer. Raises HearthError if the job cannot be done. Raises
-        WorkerDied if the text helper has ended, and its workers with it; no job caused that, so the caller tries again."""
+        """Does a job in a worker and returns the parts of its answer. share: the share of the work of the tenant for whom the job
+        is done. at: the worker: the key by which it is found, and the message that opens a new one. param: the request's field that
+        the job is about, for errors. Raises HearthError if the job cannot be done. Raises WorkerDied if the text helper has ended,
+        and its workers with it; no job caused that, so the caller tries again."""
         key, opening = at
         num_tries = 0
         while num_tries < SHARED_TRIES:

@@ -95,10 +95,10 @@ def _tokens(file: TokenizerFile, where: str) -> _Tokens:
 
 
 def _added_pieces(tokens: _Tokens, static: Callable[[str], bytes], decode: Callable[[list[int]], str]) -> dict[int, bytes]:
-    """Returns token id -> the bytes that each added token (but no special token) contributes to a text when another token stands
-    before it. The text is asked from the tokenizer's own decoder, because whether it normalizes added tokens depends on its
-    version. static: returns the bytes of a token as its string says; they are used where they agree with the decoder's text, which
-    cannot show bytes that form no character."""
+    """Returns, for each added token that is no special token, the bytes that it contributes to a text when another token stands
+    before it: token id -> bytes. The tokenizer's own decoder is asked, because whether it normalizes added tokens depends on its
+    version. decode: that decoder. static: returns the bytes of a token's string; they are used where they agree with the decoder's
+    text, because that text cannot show bytes that form no character."""
     anchor = next((at for at, token in enumerate(tokens.by_id) if token.isascii() and token.isalnum()), None)
     pieces = {}
     for token_id, content in tokens.added.items():

@@ -46,8 +46,8 @@ class TextWork(Protocol):
 
     def run(self, share: Share, at: Where, make: MakeJob, param: str | None) -> Awaitable[list[bytes]]:
         """Does a job and returns the parts of its answer. share: the share of the work of the tenant for whom the job is done. at:
-        identifies the worker. make: makes the job from its id. param: the request's field that the job is about, for errors. Raises
-        HearthError."""
+        the worker: the key by which it is found, and the message that opens a new one. make: makes the job from the id that it is
+        given. param: the request's field that the job is about, for errors. Raises HearthError."""
         ...
 
     def run_grammar(self, share: Share, make: MakeJob, param: str, num_bytes: int) -> Awaitable[list[bytes]]:

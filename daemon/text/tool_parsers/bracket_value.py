@@ -41,14 +41,15 @@ class BracketValue(ABC):
 
     @abstractmethod
     def _in_word(self, text: str, at: int, out: list[str]) -> int:
-        """Reads text[at:] within a string or another word, in the state `_expected`, up to its end. Adds what was read to `out` as
-        JSON. Returns the index of the first unread character."""
+        """Reads text[at:] inside a string or another word, which an earlier character has begun, up to its end. Adds what was read
+        to `out`, as JSON. Returns the index of the first unread character. Subclasses find in `_expected` which kind of word it
+        is."""
 
     @abstractmethod
     def _word(self, char: str, at: int, out: list[str]) -> int:
-        """Looks at `char` (text[at]), the first character of a key or of a value without brackets. Sets `_expected` to WORD or a
-        state of the subclass, or sets `bad` if no key or value begins so. Returns `at` + 1, or `at` if the character must be read
-        again in the new state."""
+        """Handles `char` (text[at]), the first character of a key or of a value without brackets. Sets the attribute `_expected` to
+        the kind of word that begins: WORD or a state of the subclass. Sets `bad` if no key or value begins with this character.
+        Returns `at` + 1, or `at` if the character must be read again as a part of the word."""
 
     def _structure(self, char: str, at: int, out: list[str]) -> int:
         expected = self._expected

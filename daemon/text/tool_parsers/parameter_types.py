@@ -76,9 +76,9 @@ def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
 def as_json(text: str, types: frozenset[str]) -> str:
     """Returns the text of a parameter's value as JSON. types: the JSON types that the value may have.
 
-    Text that is JSON, but not a string, is returned without the white space around it if its type is in `types`, or if "string" is
-    not; Python's True, False and None count as JSON here. A list or dict in Python's syntax is converted if "string" is not in
-    `types`. Text that is a JSON string is returned without the white space around it if all types are allowed. Every other text
+    Text that is JSON, but not a string, is returned without the white space around it if its type is one of `types`, or if a string
+    is not allowed; Python's True, False and None count as JSON here. A list or dict in Python's syntax is converted if a string is
+    not allowed. Text that is a JSON string is returned without the white space around it if all types are allowed. Every other text
     becomes a JSON string."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
