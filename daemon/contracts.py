@@ -100,8 +100,8 @@ class Generation:
         self.is_paused, self.paused_since_s = True, self.paused_since_s or now
 
     def count_pause(self, now: float) -> None:
-        """Makes the rest of the sequence's present pause count for request_timeout_s; the pause up to `now` stays uncounted. Does
-        nothing if the sequence is not paused. now: time.monotonic()."""
+        """Ends the part of the sequence's present pause that does not count for request_timeout_s: the pause counts from `now` on.
+        Does nothing if the sequence is not paused. now: time.monotonic()."""
         if self.paused_since_s:
             self.paused_s += now - self.paused_since_s
             self.paused_since_s = 0.0
@@ -241,7 +241,7 @@ class Resident(NamedTuple):
 
 
 class HealthPort(Protocol):
-    """The questions of the API to the node for /healthz, /readyz, /load, /metrics and the list of loaded models. The methods are
+    """The part of the node that the API asks for /healthz, /readyz, /load, /metrics and the list of loaded models. The methods are
     called on the event loop and never block it."""
 
     def health(self) -> tuple[bool, dict[str, object]]:

@@ -47,7 +47,7 @@ class Cors:
         return origin is not None and (ANY in self._allowed or origin.lower() in self._allowed)
 
     def headers(self, request: web.Request, endpoint: Guarded | None) -> Mapping[str, str]:
-        """Returns the cross-origin headers for the answer to a request, whether that is an error or not; {} if no origins are
+        """Returns the cross-origin headers for the answer to a request, also if the answer is an error; {} if no origins are
         allowed. endpoint: None for an unknown path."""
         if not self._settings.allowed_origins:
             return _NONE

@@ -17,7 +17,8 @@ _OPENAI = {"requests_per_minute": "requests", "tokens_per_minute": "tokens", "to
 
 def openai(standing: Standing, unix_s: float) -> Mapping[str, str]:
     """Returns OpenAI's headers for what is left of a tenant's limits: x-ratelimit-limit-requests and the like. The times until a
-    limit is fully available again are durations such as 6m0s. unix_s: not used; it is here because `anthropic` needs it."""
+    limit is fully available again are durations such as 6m0s. unix_s: not used; the parameter makes the signature equal to that of
+    `anthropic`."""
     found = {}
     for name, left in _there(standing):
         found[f"x-ratelimit-limit-{name}"] = str(left.limit)

@@ -205,8 +205,8 @@ def _placement(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _score(score: float) -> str:
-    """Returns a model's eviction score, multiplied by 2**30 (so per GiB), as text. score: per byte of the model's memory, how many
-    seconds of reloading its eviction is expected to cost in each second."""
+    """Returns a model's eviction score as text, per GiB instead of per byte (times 2**30). score: the expected cost of the model's
+    absence for each byte that its eviction frees: the model's priority, times the seconds of reloading to expect per second."""
     return f"{score * 2**30:.3g}"
 
 

@@ -37,8 +37,9 @@ TlsContext = Callable[[], ssl.SSLContext | None]
 
 @dataclass(slots=True, frozen=True)
 class Bounds:
-    """The descriptor numbers from which a listener limits its connections. A connection whose descriptor is refused_from or more is
-    answered 503. After a connection whose descriptor is pause_from or more, the listener pauses accepting."""
+    """The numbers of file descriptors from which a listener limits its connections. A new connection whose descriptor has the
+    number refused_from or a higher one is answered 503. After a connection with the number pause_from or a higher one, the listener
+    pauses accepting."""
 
     refused_from: int
     pause_from: int

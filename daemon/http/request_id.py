@@ -1,4 +1,5 @@
-"""X-Request-Id: the client's own value if it is harmless, else a new one."""
+"""Makes the value of X-Request-Id for a request: the value that the client has sent, shortened and without characters other than
+letters, digits and a few marks, or a random value if nothing remains of it."""
 
 from __future__ import annotations
 

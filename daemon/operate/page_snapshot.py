@@ -63,8 +63,9 @@ def _devices(node: NodeParts, rows: dict[str, dict[str, Any]]) -> list[dict[str,
 
 
 def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
-    """Returns the figures of protocol.Stats.models that hold for a device, by model. A split model's figures are those that its
-    first device reports, because its KV takes as much memory on each device."""
+    """Returns the engine's figures about each model on a device, as in protocol.Stats.models. For a split model, the figures of its
+    first device are returned for each of its devices, because only that device reports them and the model's KV takes as much memory
+    on each. rows: the models' rows of the status page, by name."""
     all_stats = node.engine_events.stats
     found = dict(all_stats[device].models) if device in all_stats else {}
     for name, row in rows.items():

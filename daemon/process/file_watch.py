@@ -43,7 +43,7 @@ class FileWatch:
 
     def is_set(self) -> bool:
         """Returns whether the watch is to end. The library watchfiles is given this object in place of a threading.Event, and calls
-        the method again and again while it watches. At the first call the watch has begun, so `changed` is called."""
+        the method again and again while it watches. The first call shows that the watch has begun, so `changed` is called then."""
         if not self._in_place:
             self._in_place = True
             self._tell()

@@ -61,8 +61,8 @@ def has_openmp() -> bool:
 
 
 def of_devices(devices: Iterable[str]) -> list[Lack]:
-    """Returns the packages that are missing or unsuitable for computing models on these devices. devices: their names. Those of
-    other hosts need nothing here."""
+    """Returns the packages that are missing or unsuitable for computing models on these devices. devices: their names. Devices of
+    other hosts are ignored, because their hosts compute for them."""
     kinds = {kind_of(name) for name in devices if not host_of(name)}
     found = []
     if not is_there(TORCH):

@@ -1,6 +1,5 @@
-"""Logs where each thread is when the event loop has stood still for long, whatever holds it. Without systemd's watchdog, a daemon
-that hangs would leave nothing to read; with it, this comes before the end.
-"""
+"""Logs where each thread of the daemon is when the event loop has been blocked for long. Otherwise a daemon that hangs would leave
+no trace of the reason. The report is written before systemd's watchdog, if there is one, ends the daemon."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ MOST_FRAMES = 16  # of a thread
 
 
 class StallReport:
-    """Watches the event loop on which it is made, from a thread of its own. A loop that has not turned for STALL_S seconds is
-    reported once, and again when it goes on. Raises OSError if there is no thread to be had."""
+    """Watches the event loop on which it is made, from a thread of its own. If the loop runs nothing for STALL_S seconds, that is
+    logged once, and again when the loop goes on. Raises OSError if the system allows no further thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -81,7 +81,8 @@ class _Expected(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """A request that has ended with an error, which must still be reported to its caller or to its sink."""
+    """A request that has ended with an error, which must still be reported: to the caller that submitted it, or to its sink (the
+    object that receives its tokens)."""
 
     generation: Generation
     error: HearthError
@@ -242,8 +243,8 @@ class Dispatcher:
 
     def _run(self, event: events.Event, arriving: Generation | None) -> HearthError | None:
         """Makes the scheduler handle an event and carries out its actions. arriving: the request whose arrival is the event, or
-        None. Returns the error if that request is refused at once; its sink does not get this error. Otherwise returns None. While
-        an earlier event is being handled, only queues the event."""
+        None. If that request is refused at once, returns the error, and does not report it to the request's sink; otherwise returns
+        None. While an earlier event is being handled, the event is only queued."""
         self._pending.append(event)
         if self._busy:
             return None
@@ -547,8 +548,8 @@ class Dispatcher:
         generation.sink.failed(error)
 
     def _failed(self, generation: Generation, error: HearthError, outcome: str) -> _Failed:
-        """Ends a request with an error, without reporting it: the caller has to report it to the request's sink or to whoever
-        submitted the request. outcome: a word of Generation.outcome."""
+        """Ends a request with an error, without reporting it: the caller has to report the returned _Failed to the request's sink
+        (the object that receives its tokens) or to whoever submitted the request. outcome: a word of Generation.outcome."""
         if generation.trace is not None:
             generation.trace.failed(error.code)
         self.open.end(generation, outcome)

@@ -104,8 +104,8 @@ class FolderWatch:
                 log.warning("the models folder cannot be watched (%s); it is polled from now on", error)
 
     def _watch(self, folders: list[str]) -> None:
-        """Watches these folders, not those below them, until `is_set` returns True, and reports changes to the event loop. Raises
-        OSError or RuntimeError if they cannot be watched."""
+        """Watches these folders, but not the folders inside them, and reports changes to the event loop. Returns when `stop` was
+        called or `look_at` has replaced the folders. Raises OSError or RuntimeError if they cannot be watched."""
         from watchfiles import watch
 
         options = {

@@ -34,8 +34,9 @@ class Settings:
     runs. state_dir: "" if the daemon's version does not report it.
 
     The following are empty if no daemon runs. refused: why the daemon does not use the files' current content, "" if it does. lent:
-    its rows of devices of other hosts. problems: what is wrong with it. not_saved: why it cannot save pins and the like, "" if it
-    can. audit_dropped: the number of acts since its start that its audit log lacks."""
+    the daemon's status rows of the devices that other hosts lend it. problems: the problems that the daemon reports of itself.
+    not_saved: why it cannot save pins and the like, "" if it can. audit_dropped: the number of acts since its start that its audit
+    log lacks."""
 
     source: str
     pid: int

@@ -167,8 +167,8 @@ class _Sink:
         return self._raw.seek(offset)
 
     def truncate(self) -> None:
-        """Empties the file and resets its digest. `http_get` calls this, after seek(0), if the hub sends the whole file instead of
-        its rest. Raises OSError if the position is not the start."""
+        """Empties the file and resets its digest. `http_get` calls this, after seek(0), if the hub ignores the requested offset and
+        sends the whole file. Raises OSError if the position is not the start."""
         begin = self._raw.tell()
         if begin:
             raise OSError(f"{self._file.name}: to be truncated at {begin}, not at its start")
