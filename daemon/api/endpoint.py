@@ -65,8 +65,8 @@ class Body(Generic[HeadT]):
         return f"{self.parse.__module__}:{self.parse.__qualname__}"
 
     def unpack(self, head: bytes) -> HeadT:
-        """Decodes the fields that the daemon needs (`head`) of a body that a text worker has parsed. head: the msgpack that the
-        worker sent."""
+        """Returns the decoded head of a body that a text worker has parsed: the fields that the daemon needs. head: the head as
+        msgpack, as the worker sent it."""
         return self._decoder.decode(head)
 
 

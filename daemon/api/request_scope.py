@@ -65,8 +65,8 @@ class RequestScope:
         is_charged_before: bool = False,
     ) -> None:
         """Makes the scope of a request that has just been admitted. headers: the answer's headers; the scope adds to them.
-        limit_headers: as in Api. is_charged_before: whether an earlier daemon has counted the request against its tenant's
-        limits."""
+        limit_headers: takes what is left of the tenant's limits and the Unix time, and returns the headers that tell it to the
+        client. is_charged_before: whether an earlier daemon has counted the request against its tenant's limits."""
         self._is_charged_before = is_charged_before
         self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
         self._quotas, self.headers, self._limit_headers = quotas, headers, limit_headers

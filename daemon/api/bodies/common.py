@@ -126,8 +126,8 @@ MEANINGS = {
 
 
 class Head(Struct, array_like=True):
-    """The part of a parsed body that the daemon itself needs: all checked fields but the prompt. A field is None if the request
-    leaves it out."""
+    """The part of a parsed body that the daemon itself needs: all checked fields but the prompt. A field that may be None is None
+    if the request leaves it out."""
 
     model: str | None
     temperature: float | None
@@ -169,9 +169,11 @@ def head_of(
     echo: bool = False,
     tools: ToolRequest | None = None,
 ) -> Head:
-    """Checks the fields that chats and completions share, and returns the body's Head. logprobs: the number of alternatives to each
-    token, -1 for no log-probabilities. echo: whether the answer begins with the prompt. The other arguments are the fields of Head.
-    Raises BadRequest naming the field."""
+    """Checks the fields that chats and completions share, and returns the body's Head. max_tokens: the most tokens of the reply;
+    None: the request sets no limit. prompt_kind: the kind of the prompt, as in Head. num_prompts: how many prompts there are.
+    options: the options for the text worker. logprobs: the number of alternatives to each token, -1 for no log-probabilities. echo:
+    whether the answer begins with the prompt. tools: the facts about the request's tools, if it has any. Raises BadRequest naming
+    the field."""
     if fields.model is not None:
         check_text(fields.model, "model")
     min_tokens = fields.min_tokens or 0

@@ -79,9 +79,9 @@ class AnswerFormat:
     default_max_tokens: the most tokens of a reply if neither the request nor the model sets a limit; None: all that the context
     leaves. takes_replies_apart: whether replies are parsed, so that tool calls and reasoning are fields of their own.
     shows_end_token: whether the token that ended the text has log-probabilities, too. one_prompt_report: whether an answer reports
-    on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens that exceeds the rest of the context is
-    reduced, not refused. repeats_text: whether the last events repeat the text, so that a stream renders all of it through
-    pieces().
+    on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens that the context cannot hold is reduced;
+    otherwise it is refused. repeats_text: whether the last events of a stream repeat its whole text, which is why the renderer of
+    pieces (StreamFormat.pieces) then gets all of it.
 
     logprobs: makes the renderer of a choice's log-probabilities. whole: makes the answer of a request without streaming. stream:
     makes the renderer of a streamed answer."""

@@ -103,8 +103,9 @@ class ReplyFormat:
         return ReplyParser(tools, splitter, self.one_call)
 
     async def parsed(self, generation: Generation, collector: Collector, drawn: Callable[[str], bytes]) -> ParsedReply:
-        """Parses the reply of a sequence that has ended. collector: contains the sequence's whole text. drawn: Progress.drawn, the
-        source of the random ids of tool calls."""
+        """Parses the reply of a sequence that has ended. generation: the sequence. collector: contains the sequence's whole text.
+        drawn: returns pseudo-random bytes for a purpose that it is given (Progress.drawn), from which the ids of tool calls are
+        made."""
         parser, pieces, text, reason = self.parser(generation), [], "".join(collector.parts), collector.reason
         for start in range(0, len(text), READ_AT_ONCE):
             pieces += parser.add(text[start : start + READ_AT_ONCE])
@@ -125,7 +126,8 @@ class ReplyFormat:
 
     def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[Piece], str]:
         """Returns a function that makes the id of each tool call of a sequence, in order; it is called with the call's CALL piece.
-        drawn: Progress.drawn, the source of random ids. index: the sequence's index in the answer."""
+        drawn: returns pseudo-random bytes for a purpose that it is given (Progress.drawn), from which the ids are made. index: the
+        sequence's index in the answer."""
         if self.dialect == KIMI_K2:
             counted = CallNumbers(self.next_call)
             return lambda piece: counted.id_of(piece.text, piece.call_id)
