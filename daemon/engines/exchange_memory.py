@@ -51,8 +51,8 @@ class ExchangeMemory:
         return told, [self.fd, *self.doorbells]
 
     def allocate(self, num_bytes: int) -> int:
-        """Takes a region of num_bytes for a group and returns its offset in the memory; the region's bytes are zero. Raises OSError
-        if there is no room left."""
+        """Takes a region of num_bytes for the engines of a split model and returns its offset in the memory; the region's bytes are
+        zero. Raises OSError if there is no room left."""
         offset = self._begin
         for begin, end in sorted(self._taken.items()):
             if begin - offset >= num_bytes:
