@@ -125,7 +125,8 @@ class LentEngine:
     # ---- from the proxy
 
     def _serve(self) -> str:
-        """Receives the proxy's messages (frames) and carries them out until the connection ends. Returns why it ended."""
+        """Receives messages (frames) from the proxy on the daemon's host and carries them out until the connection ends. Returns
+        why it ended."""
         try:
             while True:
                 self._take(self._wire.receive())
@@ -242,7 +243,7 @@ class LentEngine:
                 self._wire.send(Lines(data))
 
     def _watch(self) -> None:
-        """Reports the engine's signs of life to the proxy, and in the end that the engine has ended."""
+        """Reports the engine's signs of life to the proxy on the daemon's host, and finally that the engine has ended."""
         poller = select.poll()
         poller.register(self._process.pidfd, select.POLLIN)
         with contextlib.suppress(WireClosed):

@@ -34,9 +34,9 @@ class _RegionCopy:
 
 
 class LentRegions:
-    """The regions of all models with shares on a lender's devices, in the exchange memory `memory`. Methods may be called by any
-    thread. number: identifies an engine, by its number in the exchange memory. leader, placement_id: identify a model, by the
-    daemon that leads it and by its placement there."""
+    """The regions of all models with parts on a lender's devices, in the exchange memory `memory`. Methods may be called by any
+    thread. Their parameter `number` identifies an engine, by its number in the exchange memory; `leader` and `placement_id`
+    identify a model, by the daemon that leads it and by its placement there."""
 
     def __init__(self, memory: ExchangeMemory) -> None:
         self.memory = memory
@@ -68,8 +68,8 @@ class LentRegions:
             return own, region
 
     def leave(self, leader: str, placement_id: int, number: int) -> None:
-        """Ends an engine's use of a region, because the engine has evicted its share or has died. The region is freed when no
-        engine here uses it any more."""
+        """Ends an engine's use of a model's region, because the engine has evicted its share (the part of the model on its device)
+        or has died. The region is freed when no engine on this host uses it any more."""
         with self._changing:
             copy = self._copies.get((leader, placement_id))
             if copy is None:
@@ -81,7 +81,7 @@ class LentRegions:
                 self.memory.free(copy.writer.offset)
 
     def break_group(self, leader: str, placement_id: int) -> None:
-        """Ends the steps of a model whose group has lost a device, so that no engine here waits in one."""
+        """Ends the steps of a split model, one of whose engines has gone, so that no engine on this host waits in a step."""
         with self._changing:
             if (copy := self._copies.get((leader, placement_id))) is not None:
                 self._exchange.break_group(copy.writer.offset)
