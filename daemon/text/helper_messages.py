@@ -19,8 +19,8 @@ class Kill(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The helper's answer to `Fork`. number: as in `Fork`. pid: the worker's process id, 0 if there is no worker. problem: why
-    there is none; "" if there is one."""
+    """The helper's answer to `Fork`. number: the daemon's number for the worker. pid: the worker's process id, 0 if there is no
+    worker. problem: why there is none; "" if there is one."""
 
     number: int
     pid: int

@@ -25,7 +25,8 @@ _SYSTEM_ROLES = ("system", "developer")
 def render_plainly(render: Render, messages: list[Message], tools: Tools, forced: dict[str, Any] | None) -> str:
     """Renders a chat for a model whose dialect for tool calls is not known. If the template leaves out or refuses calls and results
     in earlier messages, they are written as text into messages that it shows. The tools are written as text, too, if calls are
-    forced and the template does not show them. forced: as in EncodeChat's options. Raises BadRequest."""
+    forced and the template does not show them. forced: None if no call is forced; otherwise `name`, the function that must be
+    called ("" for any), and `many`, whether several calls are allowed. Raises BadRequest."""
     if any(_is_of_calls(message) for message in messages) and not _shows_calls(render, messages, tools):
         messages = _plain_history(messages)
     if forced and tools and not _shows_tools(render, messages, tools):

@@ -82,8 +82,8 @@ def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
 
 
 def _replaces_with_more(step: dict[str, Any]) -> bool:
-    """Returns whether a normalizer's step only replaces white space, and by at least as many bytes. Such a step does not reduce the
-    bytes that are counted."""
+    """Returns whether a normalizer's step only replaces white space, and by at least as many bytes. Such a step cannot make the
+    computed bound too high, because it lowers none of the counts on which the bound rests."""
     literal = step.get("pattern", {}).get("String") if step["type"] == "Replace" else None
     return literal is not None and set(literal.encode()) <= _BLANKS and len(step["content"].encode()) >= len(literal.encode())
 

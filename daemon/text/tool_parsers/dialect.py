@@ -69,12 +69,13 @@ class DialectParser(ABC):
         return at + len(marker)
 
     def begin(self, call: Call) -> None:
-        """Makes `call` read the text that follows. Empties `lead`, because the call has a copy, which it returns as text if it
-        turns out to be no call."""
+        """Makes `call` read the text that follows. Also empties `lead`, the text that was read as the beginning of the call: the
+        call has a copy of it, and returns that as text if it turns out to be no call."""
         self._call, self.lead, self.mode = call, "", self._in_call
 
     def no_call(self) -> None:
-        """Called where a call was expected and none begins: makes `lead` and the text that follows content."""
+        """Called where a call was expected and none begins: makes `lead` (the text that was read as the beginning of a call) and
+        the text that follows content."""
         self.mode = self.content
 
     def closed(self, marker: str, text: str, at: int) -> int:
