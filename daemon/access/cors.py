@@ -78,9 +78,9 @@ class Cors:
 
 
 def expose(headers: dict[str, str], told: Iterable[str]) -> None:
-    """Adds the names of headers to the list of headers that pages of other sites may read. headers: the answer's headers, which are
-    changed; they stay as they are if the answer has no such list, because its request comes from no allowed site. told: the names
-    to add; a name that is listed already is not added again."""
+    """Adds header names to the answer's list of the headers that pages of other sites may read (Access-Control-Expose-Headers).
+    Does nothing if the answer has no such list, because its request comes from no allowed site. headers: the answer's headers,
+    which are changed. told: the names to add; a name that is listed already is not added again."""
     exposed = headers.get(_EXPOSE)
     if exposed is not None:
         headers[_EXPOSE] = ", ".join(dict.fromkeys([*exposed.split(", "), *told]))

@@ -287,8 +287,8 @@ def _tell(
 
 
 def _how_split(share: capacity.Share) -> str:
-    """Returns text on how the setting `parallel` would split the model over the devices of `share`, or why the model cannot be
-    split."""
+    """Returns text on how the setting `parallel` would split the model over its devices, or why the model cannot be split. share:
+    the memory that the model takes on each of the devices, with the division over them."""
     if share.not_split:
         return f"{share.not_split}; over several devices, these are the sums of tensor parallelism"
     division = share.devices.division

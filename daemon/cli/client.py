@@ -121,8 +121,8 @@ class Client:
         return response
 
     def gone(self, error: Exception | None = None) -> CommandError:
-        """Returns the CommandError for a daemon that ended before it had answered. error: the exception that was raised while
-        reading the answer; None: the answer just ended."""
+        """Returns the CommandError to raise because the daemon ended before it had answered. error: the exception that was raised
+        while reading the answer; None: the answer just ended."""
         why = f": {error}" if error is not None and str(error) else ""
         return CommandError(EXIT_BUSY, _error("connection_lost", f"hearthd ended before it answered{why}"))
 

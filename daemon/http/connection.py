@@ -255,8 +255,9 @@ class Connection(web.RequestHandler):
 
     @property
     def is_beginning(self) -> bool:
-        """Returns whether the connection will soon be ready to be handed over but is not yet. Either a request has arrived and its
-        handler has not set in_progress yet, or a request has ended and the connection does not wait for the next one yet."""
+        """Returns whether the connection cannot be handed over to the next daemon yet, but soon can: either a request has arrived
+        and its handler has not set in_progress yet, or a request has ended and the connection does not wait for the next one
+        yet."""
         request = self._current_request
         if self._is_ending:
             return False

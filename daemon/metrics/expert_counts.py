@@ -38,7 +38,8 @@ class ExpertCounts:
         self.of_device[message.model, device] += sum(new)
 
     def imbalances(self) -> Iterator[tuple[str, float]]:
-        """Yields (model, imbalance) for each model with counts; the imbalance is that of `imbalance`."""
+        """Yields (model, imbalance) for each model with counts. The imbalance is the tokens of the busiest expert divided by those
+        of the mean expert, over all layers; 1.0 if all experts had equally many."""
         for model, layers in self.layers.items():
             yield model, imbalance(layers.values())
 
@@ -59,7 +60,8 @@ class ExpertCounts:
         }
 
     def of_layers(self, names: Iterable[str]) -> Layers:
-        """Returns how many tokens have passed through each expert of each layer of a model. names: as in `report`."""
+        """Returns how many tokens have passed through each expert of each layer of a model. names: the model's replicas, whose
+        counts are added up."""
         total: Layers = {}
         for name in names:
             for layer, counts in self.layers.get(name, {}).items():

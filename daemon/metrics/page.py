@@ -202,8 +202,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
 
 
 def _by_label(tenants: TenantCounts, numbers: Mapping[str, int]) -> Rows:
-    """Returns (label, sum of the numbers of the tenants with that label) for each label of the metrics, 0 for a label without any.
-    numbers: by tenant."""
+    """Returns, for each label of tenants in the metrics, (label, the sum of its tenants' numbers), where a label without any has 0.
+    numbers: tenant -> number."""
     found = dict.fromkeys(tenants.named, 0)
     for tenant, number in numbers.items():
         label = tenants.label(tenant)

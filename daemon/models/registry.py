@@ -136,8 +136,8 @@ class Registry:
 
     def source(self, name: str) -> LoadSource | None:
         """Returns what a load needs to know about a model's files and settings; None if the model does not exist or cannot be
-        served. name: the model, or one of its further replicas. Which of its experts are copied to further devices is not part of
-        the result, because the scheduler decides that."""
+        served. name: the model, or one of its further replicas. Which experts are copied to further devices is not part of the
+        result; the scheduler's decision to load says that."""
         found = self.models.get(model_of(name, self.models))
         if found is None or found.entry is None:
             return None

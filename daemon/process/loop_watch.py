@@ -1,11 +1,10 @@
 """Measures the longest time for which the event loop was blocked, with a timer that notes how late it fires. It runs only while
 requests are open.
 
-A timer every 5 ms (the default of `loop_watch_ms`) costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a
-core on one slow stream) and nothing when the node is idle. The measured length of a single block may be up to one period too short;
-that of a repeated block is exact. Time in which the thread waited for a core because other programs used all of them is not the
-daemon's fault, and is subtracted if the kernel reports it.
-"""
+The timer fires every `loop_watch_ms`, by default every 5 ms. Each time costs some 15 us while tokens flow (measured: at every 2 ms,
+2 % of a core for one slow stream). The measured length of a single block may be up to one period too short; that of a repeated
+block is exact. Time in which the thread waited for a core because other programs used all of them is not the daemon's fault, and is
+subtracted if the kernel reports it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def find_state_folder(folder: str, not_saved: str) -> Finding:
 
 def state_folder(folder: str, free_bytes: int, not_saved: str) -> Finding:
     """Returns the finding on the state folder. free_bytes: the bytes of its file system that this user may still fill. not_saved:
-    see find_state_folder."""
+    why the running daemon cannot save pins and the like there; "" if it can, or if no daemon runs."""
     if not_saved:
         change = "free its disk or correct its rights; hearthd tries again by itself"
         return Finding("state folder", FAIL, f"not saved, so a restart would forget pins and the like: {not_saved}", change)
