@@ -27,7 +27,7 @@ def call_rules(
 
 def inexpressible(dialect: str, schemas: Sequence[str]) -> tuple[int, str] | None:
     """Returns the index of the first tool whose schema cannot be enforced for calls in this dialect, and the path of the keyword in
-    the schema that is the reason; None if all can be. schemas: the result of argument_schemas."""
+    the schema that is the reason; None if all can be. schemas: for each tool the JSON schema of its calls' arguments, as text."""
     for at, schema in enumerate(schemas):
         try:
             call_rules(dialect, at, "", json.loads(schema), {}, {})

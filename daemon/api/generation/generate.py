@@ -95,7 +95,8 @@ async def _generations(
     bad_words: list[list[int]],
 ) -> list[Generation]:
     """Returns the sequences of a request: the n sequences of its first prompt, then those of the second, and so on. Their sinks are
-    not set yet. prompts: the token ids of each prompt. bad_words: the result of bad_word_ids. Raises BadRequest."""
+    not set yet. prompts: the token ids of each prompt. bad_words: sequences of token ids that must not occur in an answer. Raises
+    BadRequest."""
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
     num_top = head.outputs.prompt_logprobs

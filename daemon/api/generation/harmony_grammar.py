@@ -30,10 +30,10 @@ _UNESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 class HarmonyGrammar:
-    """Writes the grammars of one request's replies. marks: token id -> the character that stands for this special token in texts.
-    If it is empty, the grammars contain these characters in place of special tokens, and serve only to check that a grammar is
-    valid. begun: whether the prompt ends with the beginning of a message's header. in_answer: whether the prompt ends inside an
-    answer, which the reply continues."""
+    """Writes the grammars of one request's replies. marks: token id -> the character that stands for this special token in texts;
+    if empty, the grammars contain these characters in place of special tokens, and serve only to check that a grammar is valid.
+    begun: whether the prompt ends with the beginning of a message's header. in_answer: whether the prompt ends inside an answer,
+    which the reply continues."""
 
     def __init__(self, marks: Mapping[int, str], begun: bool, in_answer: bool) -> None:
         special = {mark: f"<[{token_id}]>" for token_id, mark in marks.items()}
@@ -62,8 +62,9 @@ class HarmonyGrammar:
         return self._lark(f"start: {self._opening}think* final", self._final("answer"), body)
 
     def tools(self, tools: ToolRequest, schemas: Sequence[str], answer: str) -> str:
-        """Returns the grammar of a reply that may, or must, call a tool; the format allows one call per reply. schemas: the result
-        of argument_schemas. answer: a JSON schema for a reply that is no call, "" for any text."""
+        """Returns the grammar of a reply that may, or must, call a tool; the format allows one call per reply. schemas: for each
+        tool the JSON schema of its calls' arguments, as text. answer: a JSON schema for a reply that is no call, "" for any
+        text."""
         chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
         rules = [f'call: {self._channel} "{COMMENTARY} to={FUNCTIONS}" tool', "tool: " + " | ".join(f"tool_{at}" for at in chosen)]
         for at in chosen:

@@ -39,8 +39,8 @@ async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolReque
 
 
 async def allow_plain_calls(context: ApiContext, model: ModelEntry, options: dict[str, Any]) -> None:
-    """Sets options["plain_calls"]: whether the chat template's prompt may show tools and calls as plain text, which is so if the
-    model's dialect is unknown. Requests in which no call is forced, and whose messages contain no calls, stay unchanged. options:
-    Head.options."""
+    """Sets options["plain_calls"]: whether a prompt may show tools and calls as plain text where the chat template leaves them out.
+    That is so if the model's dialect is unknown. Does nothing for a request in which no call is forced and whose messages contain
+    no calls. options: the request's options for the text worker (Head.options)."""
     if options["forced"] or options["history_calls"]:
         options["plain_calls"] = await own_dialect(context, model) == NONE

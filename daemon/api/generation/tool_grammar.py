@@ -61,8 +61,8 @@ SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}",
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
     """Returns for each tool the JSON schema, as text, that the arguments of its calls must follow. If calls are forced or the tool
-    is strict, that is the tool's own schema, for JSON without blanks and closed against undeclared properties; otherwise a schema
-    that allows any object. Raises BadRequest naming the tool."""
+    is strict, that is the tool's own schema, with the additions that JSON is written without blanks and that properties which it
+    does not declare are forbidden. Otherwise it is a schema that allows any object. Raises BadRequest naming the tool."""
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         if not strict and tools.choice == AUTO:
@@ -81,9 +81,10 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
 
 
 def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
-    """Returns the grammar of a reply with tools, in the form of SamplingParams.grammar. schemas: the result of argument_schemas.
-    dialect: how the model writes calls. markers: token id -> text, for markers of the dialect that are special tokens. answer: a
-    JSON schema that a reply without a call must follow; "" for none. Dialects in WITHOUT_MARKER allow no such schema."""
+    """Returns the grammar of a reply with tools, in the form of SamplingParams.grammar. schemas: for each tool the JSON schema of
+    its calls' arguments, from `argument_schemas`. dialect: how the model writes calls. markers: token id -> text, for markers of
+    the dialect that are special tokens. answer: a JSON schema that a reply without a call must follow; "" for none. Dialects in
+    WITHOUT_MARKER allow no such schema."""
     special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # to llguidance a special token is not text
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
@@ -165,7 +166,8 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
 
 def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, str]) -> str:
     """Returns the right side of the rule for a call in DeepSeek's syntax. name: the tool. arguments: the name of the rule for the
-    arguments. special: marker -> its form in the grammar, for markers that are special tokens."""
+    arguments. dialect: DEEPSEEK_V31 for the syntax of V3.1; any other value for that of V3 and R1. special: marker -> its form in
+    the grammar, for markers that are special tokens."""
     begin, separator, end = (_marker(text, special) for text in (deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END))
     if dialect == DEEPSEEK_V31:
         return f"{begin} {json.dumps(name)} {separator} {arguments} {end}"
