@@ -21,9 +21,9 @@ LEVELS = {"INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERR
 
 
 class EngineStderr:
-    """Logs the lines of one engine process, beginning when it is made, which must be on the event loop. A line that begins with the
-    name of a level is logged at that level, any other one as information. stream: the read end of the pipe with the process's
-    standard error, which this object closes. device: the engine's device."""
+    """Logs the lines that one engine process writes to its standard error. Must be made on the event loop, and begins to read at
+    once. A line that begins with the name of a level is logged at that level, any other one as information. stream: the read end of
+    the pipe with the process's standard error, which this object closes. device: the engine's device."""
 
     def __init__(self, stream: IO[bytes], device: str) -> None:
         self._loop, self._stream, self._device = asyncio.get_running_loop(), stream, device

@@ -52,7 +52,8 @@ class Kernels:
 
 
 def sentence(device: str, row: dict[str, Any]) -> str:
-    """Returns the progress of one device's compilation in words, without a full stop. row: the result of Kernels.row."""
+    """Returns the progress of one device's compilation in words, without a full stop. row: the progress as a dict, from
+    Kernels.row."""
     left = f"about {row['left_s']:.0f} s left" if row["left_s"] >= 1 else "nearly done"
     done = f"{row['done']} of {row['total']}, {left}" if row["total"] else left
     if row.get("postponed"):

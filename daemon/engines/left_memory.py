@@ -64,9 +64,9 @@ class LeftMemory:
         log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def exchange(self, sock: socket.socket) -> None:
-        """Answers one engine's request for memory. If the held memory has the size that the engine wants and contains weights,
-        sends its descriptors and the account of the weights; otherwise receives the descriptors of the memory that the engine
-        makes. sock: the connection to the engine. Returns at the engine's death at the latest."""
+        """Answers one engine's request for memory, and returns when that is done or the engine has died. If the held memory has the
+        size that the engine wants and contains weights, sends its descriptors and the account of the weights. Otherwise receives
+        the descriptors of the memory that the engine makes. sock: the connection to the engine."""
         with sock:
             try:
                 handles.allow_many_files()

@@ -71,7 +71,8 @@ class Place:
     __slots__ = ("_addresses", "_client", "outcome")
 
     def __init__(self, addresses: ClientAddresses | None, client: str, outcome: int) -> None:
-        """addresses: the object that counts the connection; None if it is not counted. client: the result of `client_of`."""
+        """addresses: the object that counts the connection; None if it is not counted. client: the unit that counts as one client:
+        an IPv4 address or an IPv6 network."""
         self._addresses, self._client, self.outcome = addresses, client, outcome
 
     def leave(self) -> None:

@@ -66,7 +66,8 @@ def prompt_lookup(shape: ModelShape, fingerprint: str, why: str = "") -> Specula
 class Choice:
     """Chooses the speculator for one model. settings: the model's settings. own: the facts about the model's own predictor. shape:
     the model's shape without a predictor. kinds: the kinds of devices where it may live. checkpoint: the model's checkpoint; None:
-    EAGLE-3 heads are not considered. heads: the result of named_heads."""
+    EAGLE-3 heads are not considered. heads: name -> EAGLE-3 head, for the heads in the models folder and those that the settings
+    name."""
 
     settings: ModelConfig
     own: MayPredict

@@ -216,9 +216,9 @@ class Dispatcher:
         return f"{kind}-{next(self._causes)}"
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = "cli") -> asyncio.Future[actions.Refusal | None]:
-        """Makes the scheduler handle the event of an operator's command. make: takes the time (monotonic seconds) and a cause, a
-        text that identifies the command in events and logs, and returns the event. kind: the first part of that text. The returned
-        future gets None when the command is done, or the refusal."""
+        """Makes the scheduler handle the event of an operator's command. Returns a future that gets None when the command is done,
+        or the refusal. make: returns the event; it is called with the time (monotonic seconds) and a cause, a text that identifies
+        the command in events and logs. kind: the first part of that text."""
         cause = self.next_cause(kind)
         future: asyncio.Future[actions.Refusal | None] = self._loop.create_future()
         self._waiting[cause] = future

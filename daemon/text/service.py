@@ -302,9 +302,9 @@ class TextService(TenantText):
             self._helper.release(worker)
 
     def _end_idle(self, but: Key) -> None:
-        """Ends workers that have no job. These are all that hold earlier files of the same model as the worker `but`; and while
-        there are more than max_workers workers, the others, the least recently used first. Workers for request bodies and grammars
-        are neither counted nor ended. but: the key of a worker that is kept in any case."""
+        """Ends workers that have no job: all that hold an earlier state of the files of the model that the worker `but` serves, and
+        others, the least recently used first, as long as there are more than max_workers workers. Workers for request bodies and
+        grammars are neither counted nor ended. but: the key of a worker that is kept in any case."""
         for key, task in list(self._workers.items()):
             is_needed = key[0] != but[0] and len(self._workers.keys() - _STAYING) <= self._max_workers
             if is_needed or key == but or key in _STAYING or not task.done():

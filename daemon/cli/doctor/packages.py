@@ -25,8 +25,7 @@ def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
 
 def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
     """Returns the findings on the packages that hearthd requires: one for each that is missing or unsuitable or, if there is none,
-    a single one that lists the packages. there, lacking: the two parts of the result of installation.required: the suitable
-    packages, and the others."""
+    a single one that lists the packages. there: the suitable packages. lacking: the missing and unsuitable ones."""
     return _lacks("packages", lacking) or [Finding("packages", OK, ", ".join(there))]
 
 
@@ -35,7 +34,7 @@ def _lacks(check: str, lacking: Sequence[Lack]) -> list[Finding]:
 
 
 def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Finding]:
-    """Returns the findings on the packages that only devices of one kind need. lacking: the result of installation.of_devices.
+    """Returns the findings on the packages that only devices of one kind need. lacking: those that are missing or unsuitable.
     versions: package -> version, "" if it is not installed."""
     parts = [
         f"{package} {version}" if version else f"no {package}, which only {installation.NEEDED_BY[package]} need"
