@@ -2,9 +2,9 @@
 
 While requests come and go, each chunk that becomes free is taken for the KV of the next request. An adapter that needs many
 adjacent chunks would therefore never find them. After PATIENT_STEPS unsuccessful tries a run of adjacent chunks is kept for the
-adapter, and the same number of chunks of the lease (the chunks that all models share for KV). KV blocks in the kept chunks are
-moved to other chunks as soon as these have room, before new requests are admitted. The adapter is placed once enough sequences have
-ended. Chunks are kept for one adapter at a time.
+adapter: nobody else may take these chunks. The number of chunks that models may take from the lease (the chunks that all models
+share for KV) is lowered accordingly. Before each admission of new requests, KV blocks in the kept chunks are moved to other chunks
+that have room. The adapter is placed once enough sequences have ended. Chunks are kept for one adapter at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _IN_USE = 2.0  # cost of a chunk of an adapter that is in use, beside those of K
 
 
 class AdapterRoom:
-    """Keeps chunks of one device for one adapter at a time. chunks: the device's chunk pool. compaction: moves KV blocks out of the
-    kept chunks."""
+    """Keeps chunks of one device for one adapter at a time, so that nobody else can take them. chunks: the device's chunk pool.
+    compaction: moves KV blocks out of the kept chunks."""
 
     def __init__(self, chunks: ChunkPool, compaction: Compaction) -> None:
         self._chunks, self._compaction = chunks, compaction
 
     def keep(self, wanting: BatchScheduler, key: str, num_chunks: int, models: Sequence[BatchScheduler]) -> bool:
-        """Keeps num_chunks adjacent chunks for the adapter `key` of the model `wanting`, and empties them as far as possible now.
-        models: the models that take chunks from the lease (the chunks that all models share for KV). Returns whether chunks are
-        kept for the adapter; False if chunks are kept for another one, or if no run of chunks could become free."""
+        """Keeps num_chunks adjacent chunks for the adapter `key` of the model `wanting`, and moves KV blocks out of them as far as
+        other chunks have room. models: the models that take chunks from the lease (the chunks that all models share for KV).
+        Returns whether chunks are kept for the adapter; False if chunks are kept for another one, or if no run of chunks could
+        become free."""
         chunks, owner = self._chunks, (wanting.adapters, key)
         if chunks.kept is not None and not chunks.keeps_for(owner):
             return False
@@ -63,18 +64,19 @@ class AdapterRoom:
         return costs
 
     def _suffices(self, kept: BoolArray, num_chunks: int, costs: FloatArray) -> bool:
-        """Returns whether the chunks `kept` are still enough for the adapter: all of them can become free, and with them the lease
-        (the chunks that all models share for KV) has num_chunks chunks to take. costs: the result of _costs."""
+        """Returns whether the chunks marked in `kept` [num_chunks of the device] are still enough for an adapter of num_chunks
+        chunks: all of them can become free, and once they are free the lease (the chunks that all models share for KV) has
+        num_chunks chunks to take. costs: the cost of making each chunk free, infinite if it cannot become free."""
         return bool(np.isfinite(costs[kept]).all()) and self._num_drawn(kept) >= num_chunks - self._chunks.room_chunks
 
     def _num_drawn(self, kept: BoolArray) -> int:
         return int(np.count_nonzero(kept & ~self._chunks.free))
 
     def _chosen(self, num_chunks: int, costs: FloatArray) -> BoolArray | None:
-        """Returns [num_chunks of the device] bool: the chunks to keep, or None if no run of num_chunks chunks can become free. The
-        run that costs least to free is chosen. If the lease (the chunks that all models share for KV) has too few chunks left for
-        the run, further chunks in use are added, the cheapest first, which must be given back to the lease. costs: the result of
-        _costs."""
+        """Returns [num_chunks of the device] bool: the chunks to keep for an adapter, or None if no run of num_chunks adjacent
+        chunks can become free. The run that costs least to free is chosen. If the lease (the chunks that all models share for KV)
+        would still have fewer than num_chunks chunks to take, the cheapest of the other chunks in use are marked, too, so that
+        their owners give them back to the lease. costs: the cost of making each chunk free, infinite if it cannot become free."""
         sums = np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(costs), costs, 0.0), dtype=np.float64)))
         never = np.concatenate(([0], np.cumsum(~np.isfinite(costs))))
         of_run = sums[num_chunks:] - sums[:-num_chunks]

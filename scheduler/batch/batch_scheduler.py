@@ -102,7 +102,7 @@ class BatchScheduler:
 
     @property
     def num_drawn_chunks(self) -> int:
-        """Number of chunks that the model's KV and adapters have drawn from the lease, the chunks that all models share
+        """Number of chunks that the model's KV and adapters have taken from the lease, the chunks that all models share
         (chunk_pool.py)."""
         return self.kv.num_drawn_chunks + self.adapters.num_chunks
 
@@ -113,8 +113,9 @@ class BatchScheduler:
 
     @property
     def runnable(self) -> bool:
-        """Returns whether `plan` may find work: at least one running sequence is not held, or a waiting request may be admitted.
-        The latter requires a free slot and, if the head of the queue has found no room, a change of memory since."""
+        """Returns whether `plan` may find work. This is so if a running sequence may have its next token computed (it is not held,
+        see `hold`). It is also so if a request waits and a slot is free, unless the first waiting request has found no room and no
+        memory has become free since then."""
         if len(self.running) > self._num_held:
             return True
         return len(self.waiting) > 0 and len(self._free_slots) > 0 and self._blocked_version != self.kv.chunks.version
@@ -161,8 +162,8 @@ class BatchScheduler:
         return True
 
     def hold(self, request_id: int, held: bool) -> None:
-        """Sets whether a constrained request is held: True if its next token must not be computed yet, because it is not known
-        which tokens may follow. Does nothing if the request is not known."""
+        """Sets whether a request with a grammar is held. held: True: its next token must not be computed yet, because it is not
+        known which tokens the grammar allows; False: it may be. Does nothing if the request is not known."""
         request = self.waiting.get(request_id) or self.adapters.get(request_id)
         if request is not None:
             request.held = held
@@ -177,14 +178,15 @@ class BatchScheduler:
 
     def guess(self, request_id: int) -> IntArray | None:
         """Returns tokens that may follow those of a running request with a grammar or token limits. Returns None if the request
-        does not run, or if drafting for it pauses at the moment."""
+        does not run, or if drafting for it pauses because earlier drafts were not worth their cost."""
         slot = self._slot_of.get(request_id)
         return None if slot is None or self._drafts is None else self._drafts.guess(slot)
 
     def propose(self, request_id: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
         """Sets the drafted tokens that the next step of a request with a grammar or token limits verifies. The caller has made the
-        masks for these tokens. sure: for each token whether the grammar allows no other at its place. guessed: whether tokens that
-        the grammar does not force were asked for (masked_drafts.Proposal). Does nothing if the request does not run."""
+        masks for these tokens. sure: for each token whether the grammar allows no other at its place. guessed: True if tokens from
+        `guess` were tried when the draft was made, even if the grammar allowed none of them; False if the draft has only tokens
+        that the grammar forces. Does nothing if the request does not run."""
         slot = self._slot_of.get(request_id)
         if slot is not None and self._drafts is not None:
             self._drafts.propose(slot, tokens, sure, guessed)
@@ -335,8 +337,9 @@ class BatchScheduler:
     # ---- inside a step
 
     def _drafted(self, plan: BatchPlan, drafts: Drafts, room: StepRoom) -> BatchPlan:
-        """Returns a plan of decode rows with drafted tokens added as further rows, as far as they are worth the time that the rows
-        take. Raises TokensNeeded if that depends on tokens that a started step has not reported yet."""
+        """Returns the plan, which has only decode rows, with drafted tokens added as further rows, as far as they are worth the
+        time that these rows take. Raises TokensNeeded if that depends on tokens that a started step has not reported yet. room: the
+        limits of the step, by which the worth is judged."""
         slots, first = plan.slots, plan.num_computed
         if drafts.are_none:
             return plan
@@ -357,8 +360,8 @@ class BatchScheduler:
 
     def _rows_of_stage(self) -> int:
         """Returns how many sequences may decode in one step of a model with several pipeline stages: the running sequences divided
-        by the number of stages, rounded up, so that each stage can compute a step of its own. Sequences that are held do not
-        count."""
+        by the number of stages, rounded up, so that each stage can compute a step of its own. Sequences whose next token must not
+        be computed yet (`hold`) do not count."""
         return -(-(len(self.running) - self._num_held) // self.limits.num_stages)
 
     @property
@@ -378,7 +381,8 @@ class BatchScheduler:
 
     def _give_blocks(self, decode: IntArray, computed: IntArray) -> tuple[IntArray, IntArray]:
         """Allocates a block for each decoding sequence whose next token begins a new block, and preempts sequences until there are
-        enough blocks. Returns the slots of `decode` that still run, and for each its number of computed tokens."""
+        enough blocks. decode: slots of the sequences. computed: by slot, each sequence's number of computed tokens. Returns the
+        slots of `decode` that still run, and the number of computed tokens of each."""
         ended = self.table.num_computed if self._ahead.apart else None  # steps under way still read the blocks behind the window
         while True:
             first = computed[decode]
@@ -402,9 +406,13 @@ class BatchScheduler:
     def _plan_prefill(
         self, decode: IntArray, prefill: IntArray, computed: IntArray, room: StepRoom, max_rows: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Plans prefill chunks for running sequences with more than one token to compute, and for requests that it admits. Returns
-        the slots of `decode` that still run (others were preempted to make room), then the slots of the chunks and their numbers of
-        tokens."""
+        """Plans prefill chunks for running sequences with more than one token to compute, and for waiting requests, which it
+        admits. Returns the slots of `decode` that still run (others were preempted to make room), then the slots of the chunks and
+        their numbers of tokens.
+
+        decode, prefill: slots of the running sequences with one token to compute, and with more. computed: by slot, each sequence's
+        number of computed tokens. room: what still fits the step. max_rows: how many sequences fit one step, by which admission is
+        limited."""
         table = self.table
         slots: list[int] = []
         tokens: list[int] = []
@@ -427,23 +435,25 @@ class BatchScheduler:
 
     def _may_admit(self, max_rows: int) -> bool:
         """Returns whether a request may be admitted now. This requires a waiting request, a free slot, and fewer running sequences
-        than step_limits.most_running allows, not counting those that are held. If the head of the queue has found no room, memory
-        must have changed since."""
+        than step_limits.most_running allows; sequences whose next token must not be computed yet (`hold`) do not count. If the
+        first waiting request has found no room, memory must have become free since then. max_rows: how many sequences fit one
+        step."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
         return self.num_running - self._num_held < most_running(max_rows, self._passed_over)
 
     def _note_passed_over(self, max_rows: int) -> None:
-        """Adds 1 to the number of steps in which the queue was passed over, if a request waits and max_rows sequences or more run.
-        Sets this number to 0 if no request waits."""
+        """Adds 1 to the number of steps in which waiting requests were passed over, if a request waits and the running sequences
+        fill a step of max_rows rows. Sets this number to 0 if no request waits."""
         if not len(self.waiting):
             self._passed_over = 0
         elif self.num_running - self._num_held >= max_rows:
             self._passed_over += 1
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
-        """Admits waiting requests, at most `most`, while the step has room and `_may_admit` allows it. Appends the slot of each
-        admitted request to `slots`, and the number of tokens of its first chunk to `tokens`."""
+        """Admits at most `most` waiting requests while the step has room and `_may_admit` allows it. Appends the slot of each
+        admitted request to `slots`, and the number of tokens of its first chunk to `tokens`. max_rows: how many sequences fit one
+        step."""
         for _ in range(most):
             slot = None if room.is_full or not self._may_admit(max_rows) else self._admit()
             if slot is None:
@@ -526,7 +536,8 @@ class BatchScheduler:
         return slot
 
     def _learn(self, slot: int, num_tokens: int) -> None:
-        """Adds the full blocks among the first `num_tokens` of a slot, all computed, to the prefix cache."""
+        """Adds the full blocks among the first `num_tokens` tokens of a slot's sequence to the prefix cache. All of these tokens
+        must be computed."""
         request = self._requests[slot]
         assert request is not None
         full = num_tokens // self.block_tokens

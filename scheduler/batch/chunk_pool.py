@@ -2,8 +2,9 @@
 is, borrow for KV beyond the chunks that they own.
 
 A model owns the chunks of its weights and of its reserved KV from load to eviction. KV beyond that is drawn from the engine's
-lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the reclaim that
-follows it. Weights may lie in any chunks, but KV blocks need adjacent ones, so weights are put into the shortest gaps.
+lease, which all models share. No more chunks are drawn than the lease has, except when `set_lease` has reduced it and the models
+have not given chunks back yet. Weights may lie in any chunks, but KV blocks need adjacent ones, so weights are put into the
+shortest gaps.
 
 Chunks, and a part of the lease, may be kept for an adapter that has waited for long (`keep`); nobody else can then draw them.
 
@@ -21,8 +22,8 @@ from scheduler.batch.plan import BoolArray, IntArray
 class ChunkPool:
     """The account of who owns each of a device's num_chunks chunks, of chunk_bytes each; it touches no memory.
 
-    resident_limit: how many chunks may have physical memory at once, because the work space needs the remaining budget; None:
-    all."""
+    lease_chunks: how many chunks all models together may take for KV beyond the chunks that they own. resident_limit: how many
+    chunks may have physical memory at once; None: all. A lower limit leaves memory of the device's budget for the work space."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, lease_chunks: int = 0, resident_limit: int | None = None) -> None:
         if num_chunks <= 0 or chunk_bytes <= 0:
@@ -66,8 +67,8 @@ class ChunkPool:
         self.version += 1
 
     def take(self, chunks: IntArray, *, reserved: bool) -> None:
-        """Marks free chunks as owned. reserved: the chunks become a model's own; False: they are taken from the lease (the chunks
-        that all models share for KV). Raises ValueError if a chunk is not free, or the lease has too few chunks left."""
+        """Marks free chunks as owned. reserved: True: the chunks become a model's own; False: they are taken from the lease (the
+        chunks that all models share for KV). Raises ValueError if a chunk is not free, or the lease has too few chunks left."""
         if not self.free[chunks].all():
             raise ValueError("a chunk was taken twice")
         if not reserved and len(chunks) > self.room_chunks:
@@ -81,8 +82,9 @@ class ChunkPool:
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
         """Frees chunks that a model has taken (`take`). reserved: True for chunks that are a model's own; False for chunks taken
-        from the lease (the chunks that all models share for KV). touched: False for chunks that were never used; waiting requests
-        are then not tried again. Raises ValueError if a chunk is free already."""
+        from the lease (the chunks that all models share for KV). touched: True if the chunks were used, so that waiting requests
+        are tried again; False if they were never used, and nothing has changed for these requests. Raises ValueError if a chunk is
+        free already."""
         self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
@@ -171,8 +173,8 @@ class ChunkPool:
             self.version += 1
 
     def drawable(self, free: BoolArray) -> BoolArray:
-        """Returns [num_chunks] bool: those of the chunks marked in `free` that anybody may take, because they are not kept for an
-        adapter."""
+        """Returns [num_chunks] bool: those of the chunks marked in `free` that are not kept for an adapter, so that anybody may
+        take them."""
         return free if self.kept is None else free & ~self.kept
 
     # ---- weights that an earlier engine has left

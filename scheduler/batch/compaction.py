@@ -27,8 +27,9 @@ class Compaction:
         self.moved_bytes = 0
 
     def gather(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives back to the chunk pool at most num_chunks chunks that one model has drawn from the lease, and returns their number.
-        Blocks in use or cached are moved out of sparsely used chunks where needed; none is lost."""
+        """Makes one model give back to the chunk pool at most num_chunks chunks that it has drawn from the lease (the chunks that
+        all models share for KV), and returns their number. To empty them, blocks in use or cached are moved out of sparsely used
+        chunks; no block is lost."""
         given = 0
         for g, group in enumerate(scheduler.kv.groups):
             given += group.pool.shrink(max(0, num_chunks - given))
@@ -37,9 +38,9 @@ class Compaction:
         return given
 
     def give_up_prefixes(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Gives back to the chunk pool at most num_chunks chunks that one model has drawn from the lease, and returns their number.
-        Blocks are moved out of sparsely used chunks first; if that does not empty enough chunks, cached prefixes are dropped, too,
-        the oldest first."""
+        """Makes one model give back to the chunk pool at most num_chunks chunks that it has drawn from the lease (the chunks that
+        all models share for KV), and returns their number. Blocks are moved out of sparsely used chunks first; if that does not
+        empty enough chunks, cached prefixes are dropped, too, the oldest first."""
         given = self.gather(scheduler, num_chunks)
         for g, group in enumerate(scheduler.kv.groups):
             while given < num_chunks and group.give_up_oldest(num_chunks - given):

@@ -42,9 +42,9 @@ _NEWEST_OF_MODEL = 0.02
 
 @dataclass(slots=True)
 class Drafted:
-    """A drafted token. row: the index, among the rows that decode, of its sequence. worth: the chance that the model samples it and
-    all tokens drafted before it. guessed: whether the drafts of its sequence may be guesses; drafting for the sequence then pauses
-    if none of them is worth its row. False if a grammar forces them all."""
+    """A drafted token. row: the index of its sequence among the sequences that decode. worth: the chance that the model samples
+    this token and all tokens drafted before it. guessed: False if only tokens that a grammar forces were drafted for the sequence;
+    True if tokens were guessed. If none of a sequence's guesses is worth its row, drafting for the sequence pauses."""
 
     row: int  # index among the rows that decode
     worth: float
@@ -85,8 +85,8 @@ class Drafts:
             self.proposals.join(slot, cached)
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], prefixes: PrefixCache) -> None:
-        """Records that blocks of a sequence were added to the prefix cache `prefixes`, for the model's predictor, if it has one.
-        first: the index of the first added block. keys: the keys of the sequence's blocks up to the last one added."""
+        """Tells the model's predictor, if it has one, that blocks of a sequence were added to the prefix cache `prefixes`. first:
+        the index of the first added block. keys: the keys of the sequence's blocks, from its first block to the last one added."""
         if self.proposals is not None and self.proposals.minds(slot):
             own = self._table.block_tables[0][slot, first : len(keys)].tolist()
             owned = [prefixes.block_of(key) == block for key, block in zip(keys[first:], own, strict=True)]
@@ -109,7 +109,7 @@ class Drafts:
 
     def guess(self, slot: int) -> IntArray | None:
         """Returns tokens that may follow those of a masked sequence (with a grammar or token limits), to be checked against its
-        grammar. Returns None while drafting for the sequence pauses, or if the sequence is about to reach its length."""
+        grammar. Returns None while drafting for the sequence pauses, or if the sequence may have only one more token."""
         if self._next_guess[slot] > self._num_plans + 1:
             return None
         end = int(self._table.num_tokens[slot])
@@ -119,8 +119,8 @@ class Drafts:
 
     def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
         """Stores tokens that are to be drafted behind the tokens of a masked sequence (with a grammar or token limits), in place of
-        any earlier proposal. sure: whether the grammar allows no other token at each place. guessed: whether tokens that the
-        grammar does not force were asked for (masked_drafts.Proposal)."""
+        any earlier proposal. sure: for each token whether the grammar allows no other at its place. guessed: True if tokens from
+        `guess` were tried, even if the grammar allowed none of them; False if there are only tokens that the grammar forces."""
         self._masked.drop(slot)
         self._next_plan[slot] = _NEVER
         if len(tokens) or guessed:
@@ -134,12 +134,14 @@ class Drafts:
         self._num_plans += 1
 
     def may_come(self, slots: IntArray) -> bool:
-        """Returns False if it is certain that no tokens are drafted for any of the slots in this plan, else True."""
+        """Returns False if it is certain that no tokens are drafted for any of the slots in this plan, else True. For a model with
+        a predictor the result is always True."""
         return self.proposals is not None or self._are_due(slots)
 
     def wanted(self, slots: IntArray) -> bool:
-        """Returns whether tokens may be drafted for any of the slots in this plan. Drafting needs all tokens of a sequence, so none
-        of its steps may be under way."""
+        """Returns whether tokens are to be drafted for any of the slots in this plan: its drafting does not pause, or the predictor
+        was asked for tokens after the latest planned step. The caller must then wait until none of the slots' steps is under way,
+        because drafting needs all tokens of a sequence."""
         return self._are_due(slots) or (self.proposals is not None and self.proposals.awaited(slots))
 
     def _are_due(self, slots: IntArray) -> bool:
@@ -185,9 +187,9 @@ class Drafts:
         return counts if num else None
 
     def _under_masks(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
-        """Writes the tokens that are proposed for a slot with a grammar or token limits, at most `most`, behind the slot's
-        num_tokens tokens, and returns them. row: the slot's index among the rows that decode. chance: that a guessed token is what
-        the model samples."""
+        """Writes at most `most` of the tokens that are proposed for a masked sequence (with a grammar or token limits) behind its
+        num_tokens tokens, and returns them; [] if there is no proposal for this number of tokens. row: the sequence's index among
+        those that decode. chance: that a guessed token is what the model samples."""
         proposal = self._masked.take(slot, num_tokens)
         self._next_plan[slot] = _NEVER
         if proposal is None:
@@ -204,9 +206,8 @@ class Drafts:
         return np.zeros(len(slots), np.bool_) if self.proposals is None else self.proposals.are_there(slots, num_tokens)
 
     def _of(self, slot: int, num_tokens: int, most: int, proposed: bool) -> IntArray:
-        """Returns at most `most` drafted tokens, which may follow the first num_tokens tokens of a slot's sequence. proposed:
-        whether to return those of the model's predictor, which has drafted some; if not, they are taken from the sequence's own
-        text."""
+        """Returns at most `most` drafted tokens, which may follow the first num_tokens tokens of a slot's sequence. proposed: True:
+        they are those that the model's predictor has drafted; False: they are looked up in the sequence's own text."""
         if proposed and self.proposals is not None:
             return self.proposals.of(slot)[:most]
         assert self._drafter is not None
@@ -219,9 +220,12 @@ class Drafts:
         return self._drafter(np.concatenate((prediction, tokens)), most)
 
     def ask(self, plan: BatchPlan, blocks: SequenceBlocks, most_rows: int, room: StepRoom) -> BatchPlan:
-        """Returns the plan with `to_propose` set, the number of tokens that the model's predictor is to draft after the step.
-        Returns the plan unchanged if the model has no predictor, or if the predictor is not to process this step. blocks: the
-        blocks that the sequences hold. most_rows: upper limit of the rows of the next step."""
+        """Asks the model's predictor, if it has one, for drafts. Returns the plan with `to_propose` set: how many tokens the
+        predictor is to draft after the step, for each row. Returns the plan unchanged if the model has no predictor, or if the
+        predictor is to skip this step, because it is too slow or its drafts have long not been worth their cost (Proposals.ask).
+
+        blocks: the blocks that the sequences hold. most_rows: upper limit of the rows of the next step. room: the limits and
+        learned costs of steps, by which it is decided how many drafts are worth their cost."""
         if self.proposals is None:
             return plan
         slots = plan.slots
@@ -258,9 +262,9 @@ class Drafts:
                 self._pause[slot] = 0
 
     def _leave_alone(self, slot: int) -> None:
-        """Pauses drafting for the sequence in a slot, for twice as many plans as the last time. A pause ends at a multiple of its
-        length, so that the pauses of several sequences end together. (While tokens are drafted for any sequence, no step of its
-        model can start before the last one has ended.)"""
+        """Pauses drafting for the sequence in a slot, for twice as many plans as the last time. A pause ends when the count of
+        plans is a multiple of the pause's length, so that the pauses of several sequences end together. This helps because, while
+        tokens are drafted for any sequence, no step of its model can start before the last one has ended."""
         pause = self._pause[slot] = min(MOST_PAUSE, max(1, 2 * int(self._pause[slot])))
         ends = self._next_guess if self._is_masked(slot) else self._next_plan
         ends[slot] = (self._num_plans // pause + 1) * pause
@@ -287,11 +291,11 @@ def with_drafts(plan: BatchPlan, counts: IntArray) -> BatchPlan:
 class Verified:
     """The tokens that Q sequences get from a step with drafts.
 
-    plan: one row for each sequence: the last of its rows whose sampled token counts. ids, bad [Q]: the token that this row sampled,
-    and whether its logits were not finite.
+    plan: the step's plan with one row for each sequence: the last of its rows whose sampled token counts. ids, bad [Q]: the token
+    that this row sampled, and whether its logits were not finite.
 
-    counts [Q]: how many tokens each sequence gets: its drafted tokens that were right, and the one sampled after them. told: the
-    tokens of all sequences, one sequence after the other. drafted [Q]: how many tokens were drafted."""
+    counts [Q]: how many tokens each sequence gets: its drafted tokens that were right, and the one sampled after them. told [sum of
+    counts]: these tokens, one sequence after the other. drafted [Q]: how many tokens were drafted for each sequence."""
 
     plan: BatchPlan
     ids: IntArray

@@ -22,12 +22,12 @@ class GroupCache:
     positions, False if it attends to the last window_tokens positions. `reclaim(num_chunks)` makes other groups and models drop
     cached prefixes and returns how many chunks came back.
 
-    snapshot_tokens: positive for a group whose blocks hold states (of recurrent layers) instead of tokens; 0 for any other group.
-    Block i of a sequence then holds the state after its last computed token within the i-th block of tokens. Two kinds of states
-    have a block: the last two, and that of each block in which the prompt reaches a multiple of snapshot_tokens. All others have -1
-    in the block table. A step reads the state before its first token and writes the states that have a block. A full block is never
-    written again, so it is a cached prefix like any other. window_tokens is block_tokens + 1, so that the block before the last one
-    is kept: from there a sequence can be continued after its end."""
+    snapshot_tokens: positive for a group of recurrent layers, whose blocks hold states instead of KV; 0 for any other group. Block
+    i of a sequence then holds the state after its last computed token within the i-th block of tokens. Only some states are kept:
+    the last two, and one for each multiple of snapshot_tokens tokens that the prompt reaches; the block table has -1 for all
+    others. A step reads the state before its first token and writes the states that are kept. The state of a full block is never
+    written again, so it is a cached prefix like any other. window_tokens is block_tokens + 1 in this case, so that the state before
+    the last block is kept: from there a sequence can be continued after its end."""
 
     def __init__(
         self,
@@ -79,8 +79,9 @@ class GroupCache:
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 
     def wanted(self, first: int, end: int) -> IntArray:
-        """Returns the indices of the blocks that must be allocated before a sequence's tokens in the blocks `first` to `end` - 1
-        are computed: all of these blocks, but in a group of states only those whose state is kept."""
+        """Returns the indices of the blocks that must be allocated before the tokens in a sequence's blocks `first` to `end` - 1
+        are computed. These are all of these blocks; in a group of recurrent states, only those whose state is kept (see the
+        class)."""
         blocks = np.arange(first, end, dtype=np.int32)
         if not self.snapshot_tokens:
             return blocks
@@ -88,8 +89,8 @@ class GroupCache:
         return blocks[passed | (blocks >= end - 2)]
 
     def allocate(self, num: int) -> IntArray | None:
-        """Returns [num] int32 newly allocated blocks, each with a reference count of 1. Cached prefixes are dropped where that is
-        needed; None if even then there are too few blocks."""
+        """Returns [num] int32 newly allocated blocks, each with a reference count of 1. Drops cached prefixes if too few blocks are
+        free; returns None if there are still too few."""
         blocks = self.pool.allocate(num)
         if blocks is not None:
             return blocks
@@ -150,8 +151,8 @@ class GroupCache:
 
     def discard(self, blocks: IntArray, keys: Sequence[bytes] = ()) -> None:
         """Releases the blocks of a sequence whose KV cannot be trusted, and removes from the prefix cache all of them that no other
-        sequence holds. keys: the keys of all its full blocks. Their cached blocks that no sequence holds are removed, too, because
-        this sequence may have computed them before they fell behind its window."""
+        sequence holds. keys: the keys of all full blocks that the sequence ever had. Cached blocks with these keys that no sequence
+        holds are removed, too, because this sequence may have computed them before they fell behind its window."""
         behind = [block for block in self.prefixes.known(keys) if not self.pool.refcount[block]]
         self.prefixes.forget(behind)
         self.pool.put_free(np.array(behind, np.int32))

@@ -103,9 +103,9 @@ class KVCache:
         """Removes from the cache a saved partial block with which a sequence can continue, and returns it; the caller alone then
         holds it. Returns None if there is none.
 
-        Sequences with the same tokens have partial blocks of their own, which differ in a serial number. key_of: returns the key
-        (prefix_cache.tail_key) for a serial number. The serial numbers 0, 1, ... are tried in turn until every group has the block
-        cached, or no block with that key was restored."""
+        Several sequences with the same tokens may each have saved a partial block; the keys of these blocks differ in a serial
+        number. key_of: returns the key (prefix_cache.tail_key) for a serial number. The serial numbers 0, 1, ... are tried until a
+        block is found that every group still has in its cache, or until a number was given to no restored block."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)

@@ -43,8 +43,9 @@ class _Selection:
         self.blocks: list[list[int]] = []
 
     def add(self, rows: Sequence[Row], whole: bool) -> int:
-        """Adds to the selection as many of the blocks `rows`, in order, as there is room for. whole: whether to add all of them or
-        none. Returns the number of tokens in the added blocks; a block that was selected earlier counts as added."""
+        """Adds the blocks `rows`, in order, to the selection, as far as its remaining bytes suffice. whole: True: adds all of them
+        or none; False: adds as many as fit. Returns the number of tokens in the added blocks. A block that was selected earlier
+        takes no further bytes, but its tokens are counted."""
         costs = [self._cost(row) for row in rows]
         if whole and sum(costs) > self.room_bytes:
             return 0
@@ -74,7 +75,7 @@ class _Selection:
 def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
     """Returns the KV blocks to save of a model that is about to be evicted, room_bytes at most. The blocks of running sequences are
     selected first, the oldest sequence first, then those of preempted ones, then cached prefixes, the most recently used first.
-    Must be called between steps; the selected blocks keep their content until `close`."""
+    Must be called between steps; the selected blocks keep their content until the scheduler is closed."""
     kv, table = scheduler.kv, scheduler.table
     selection = _Selection(kv, room_bytes)
     lost = 0
@@ -102,8 +103,8 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
 
 
 def _select_unheld(scheduler: BatchScheduler, selection: _Selection) -> None:
-    """Selects cached blocks that no running sequence holds: first those of waiting requests, then all others, the most recently
-    used first."""
+    """Adds to the selection the cached blocks that no running sequence holds: first those of waiting requests, then all others, the
+    most recently used first."""
     kv = scheduler.kv
     for request in (*scheduler.waiting.requests(), *scheduler.adapters.requests()):
         full = request.num_shareable_blocks(kv.block_tokens)
@@ -122,9 +123,9 @@ def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
 
 
 def make_room(kv: KVCache, present: BoolArray) -> IntArray:
-    """Allocates blocks of the pool into which saved KV is to be restored. Cached prefixes of others are not dropped for them.
-    present [E, G] bool: for E saved blocks and G KV groups, whether saved block e has content in group g. Returns [F, G]: the pool
-    blocks for the first F saved blocks, as many as fit; -1 where a group has no content."""
+    """Allocates blocks of the pool into which saved KV is to be restored. No cached prefix is dropped to make room. present [E, G]
+    bool: for E saved blocks and G KV groups, whether saved block e has content in group g. Returns [F, G]: the pool blocks for the
+    first F saved blocks, as many as fit; -1 where a group has no content."""
     blocks = np.full(present.shape, -1, np.int32)
     for g, group in enumerate(kv.groups):
         rows = np.flatnonzero(present[:, g])

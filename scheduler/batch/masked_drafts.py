@@ -20,9 +20,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 @dataclass(slots=True, frozen=True)
 class Proposal:
     """D drafted tokens of one sequence. tokens [D]: their ids. sure [D]: whether the grammar allows no other token there, so that
-    the token is right if all before it are. guessed: whether a guess (Drafts.guess) of tokens that the grammar does not force was
-    made for the proposal; it may be that the grammar allowed none of the guessed tokens. num_tokens: the number of the sequence's
-    tokens before the drafted ones."""
+    the token is right if all before it are. guessed: True if guessed tokens (Drafts.guess) were tried, even if the grammar allowed
+    none of them; False if there are only tokens that the grammar forces. num_tokens: the number of the sequence's tokens before the
+    drafted ones."""
 
     tokens: IntArray
     sure: BoolArray

@@ -184,8 +184,8 @@ class StepOutcome:
     because their logits were not finite. drafted: how many tokens were drafted for each row, if `counts` is not empty.
 
     These are reported with a request's first token: cached, the number of tokens of its prompt found in the prefix cache, and
-    began_s, the time at which it was admitted. For a request that was submitted with output, resumed is reported with the next
-    token: the numbers of its cached and of its recomputed tokens."""
+    began_s, the time at which it was admitted. If a request was submitted again with its output so far, resumed is reported with
+    its next token: the numbers of its cached and of its recomputed tokens."""
 
     request_ids: list[int]
     ids: list[int]

@@ -11,11 +11,11 @@ MOST_TOKENS = 8  # most tokens compared: longer matches do not predict better
 
 
 def looked_up(tokens: IntArray, num_drafted: int) -> IntArray:
-    """Returns num_drafted tokens that may follow `tokens`, or none.
+    """Returns num_drafted tokens that may follow `tokens`, or an empty array if the last tokens have not occurred before.
 
-    The draft is what followed the longest earlier occurrence of the last tokens, at least FEWEST_TOKENS long; of several the
-    latest. If fewer than num_drafted tokens follow that occurrence, they are repeated, because the text is then likely to repeat
-    itself."""
+    The draft is what followed an earlier occurrence of the last tokens, at least FEWEST_TOKENS of them: the longest such match, and
+    of several equally long ones the latest. If fewer than num_drafted tokens follow that occurrence, they are repeated, because the
+    text is then likely to repeat itself."""
     last = len(tokens) - 1
     if last < FEWEST_TOKENS:
         return tokens[:0]

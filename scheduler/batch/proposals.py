@@ -2,8 +2,9 @@
 
 The predictor runs after a step, on the step's hidden states, and drafts for the next one. It has keys and values of its own for
 every position. If it does not process a step, it lacks the keys and values of that step's positions, and cannot compute them later.
-A sequence with such a hole gets no more drafts from the predictor, nor does one that begins with cached blocks that contain a hole.
-The predictor processes every step with parts of prompts, and decode steps as long as drafting may soon be worth its cost.
+A sequence with such a hole gets no more drafts from the predictor, and neither does a sequence that begins with cached blocks that
+contain a hole. The predictor processes every step with parts of prompts, and decode steps as long as drafting may soon be worth its
+cost.
 """
 
 from __future__ import annotations
@@ -86,10 +87,15 @@ class Proposals:
         most_rows: int,
         room: StepRoom,
     ) -> BatchPlan:
-        """Returns the plan with `to_propose` set if the predictor is to process the step, else unchanged. drafting [R]: whether the
-        sequence of each of the plan's R rows can use drafts. chances [R]: the chance that the model samples a drafted token of each
-        row's sequence. blocks: the blocks that sequences hold; a sequence whose blocks have no room for its drafts gets another
-        block, if one is available. most_rows: upper limit of the rows of the next step."""
+        """Decides whether the predictor processes the planned step, and how many tokens it drafts after it. Returns the plan with
+        `to_propose` set, the number of tokens for each row, or the plan unchanged if the predictor skips the step. It skips a step
+        if it is too slow for drafts ever to be worth their cost. It also skips a step that only decodes if no sequence can use
+        drafts, or if they have not been worth their cost for long.
+
+        drafting [R]: whether the sequence of each of the plan's R rows can use drafts. chances [R]: the chance that the model
+        samples a drafted token of each row's sequence. blocks: the blocks that sequences hold; a sequence whose blocks have no room
+        for its drafts gets another block, if one is available. most_rows: upper limit of the rows of the next step. room: the
+        limits and learned costs of steps."""
         self.on_trial = False
         self._asked[:] = False
         if self._is_too_slow(plan, room):
@@ -132,9 +138,9 @@ class Proposals:
         return True
 
     def _depth(self, room: StepRoom, numbers: tuple[int, int, int], context: float, chance: float) -> int:
-        """Returns how many tokens the predictor is to draft for each sequence. numbers: how many sequences the step has, how many
-        of them use drafts, and how many rows the next step has for drafted tokens. context: average number of positions of a
-        sequence. chance: that a drafted token is what the model samples.
+        """Returns how many tokens the predictor is to draft for each sequence. numbers: three numbers: how many sequences the step
+        has, how many of them use drafts, and how many rows the next step has for drafted tokens. context: average number of
+        positions of a sequence. chance: that a drafted token is what the model samples.
 
         While drafting is not worth its cost, the result is 0 during a pause and 1 after each pause, because texts and batches
         change. Each pause is twice as long as the last."""

@@ -16,11 +16,11 @@ from scheduler.shares import Shares
 
 @dataclass(slots=True, weakref_slot=True)
 class BatchRequest:
-    """A waiting request. tokens: the prompt, and after a resubmission or preemption also the output so far, which is then computed
-    again with the prompt.
+    """A waiting request. tokens: the prompt; after a resubmission or preemption also the output so far, whose KV is then computed
+    again with that of the prompt.
 
-    `order` is its place in the order of arrival. A preempted request keeps its `order`, so it waits in front of others of its
-    priority."""
+    `order` is its place in the order of arrival. A preempted request keeps its `order`, so it waits in front of later requests of
+    its tenant and priority."""
 
     request_id: int
     tokens: IntArray
@@ -49,9 +49,9 @@ class BatchRequest:
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
-        """Returns a function from a serial number to the key (prefix_cache.tail_key) of the request's partial block, which has the
-        tokens between the shareable blocks and the last token. Returns None if there are no such tokens, or if every token must be
-        computed. The request's `keys` must include those of the shareable blocks."""
+        """Returns a function from a serial number to the key (prefix_cache.tail_key) of the request's partial block: the tokens
+        after the blocks that may be taken from the prefix cache, without the last token. Returns None if there are no such tokens,
+        or if every token must be computed. The request's `keys` must already include those of the full blocks before it."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:
@@ -85,7 +85,7 @@ class WaitingQueue:
         return list(self._requests.values())
 
     def by_tenant(self) -> dict[str, tuple[int, float]]:
-        """Returns tenant -> (number of its waiting requests, its weight). The number may include requests that were withdrawn."""
+        """Returns tenant -> (number of its waiting requests, its weight). Requests that were withdrawn may still be counted."""
         firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
         return {first.tenant: (len(self._heaps[first.tenant]), first.weight) for first in firsts}
 

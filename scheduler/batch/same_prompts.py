@@ -13,8 +13,8 @@ from scheduler.batch.request import BatchRequest
 
 class SamePrompts:
     """Remembers which running sequence computes which prompt. slot_of: request id -> slot. num_computed [S]: for each of S slots,
-    the number of the sequence's computed tokens. held [S]: whether the sequence is held, so that it makes no progress. All of these
-    belong to the batch scheduler."""
+    the number of the sequence's computed tokens. held [S]: whether the sequence's next token must not be computed yet
+    (BatchScheduler.hold), so that nobody should wait for it. All of these belong to the batch scheduler."""
 
     def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
         self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens
@@ -22,7 +22,7 @@ class SamePrompts:
 
     def must_wait(self, request: BatchRequest, num_full: int) -> bool:
         """Returns whether a request must wait because a running sequence is computing the same first num_full blocks of tokens. If
-        it need not, records that this request computes them. The request's `keys` must include those of these blocks."""
+        False is returned, records that this request will compute them. The request's `keys` must include those of these blocks."""
         if not num_full:
             return False
         key = request.keys[num_full - 1]

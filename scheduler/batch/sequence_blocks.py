@@ -148,11 +148,11 @@ class SequenceBlocks:
 
     def extend(self, slots: IntArray, num_computed: IntArray, ended: IntArray | None = None) -> bool:
         """Allocates at most one block in each group for each of `slots`, so that its next token, at position num_computed[slot],
-        has room. Must be called only for slots whose `capacity` ends at this position. Returns False, and no slot gets a block, if
-        there are too few.
+        has room. Must be called only for slots whose blocks have no room for this position. Returns False, and no slot gets a
+        block, if there are too few.
 
         In window groups (sliding-window or chunked attention), first frees the blocks that no query from position ended[slot] on
-        attends to; ended None: from num_computed[slot] on. num_computed, ended: [S]."""
+        attends to; ended None: from num_computed[slot] on. num_computed, ended: [S], for each of S slots."""
         if self._is_simple:
             got = self.kv.groups[0].allocate(len(slots))
             if got is not None:
@@ -201,9 +201,9 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees those blocks of decoding sequences to which a query at positions[i] of the sequence in slots[i] does not attend.
-        Must be called for sequences whose next token begins a block. Usually one block of a sequence is freed; with chunked
-        attention, all blocks of a chunk."""
+        """Frees blocks of decoding sequences that lie behind their windows: those to which a query at positions[i] of the sequence
+        in slots[i], or at any later position, does not attend. Must be called for sequences whose next token begins a block.
+        Usually one block of a sequence is freed; with chunked attention, all blocks of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if group.is_chunked:
                 due = starts[slots] < group.first_blocks(positions)

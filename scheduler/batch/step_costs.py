@@ -211,10 +211,10 @@ class StepCosts:
         self._classes = {at: known for at, known in self._classes.items() if at == fewest or self._num - known.last < _FORGOTTEN}
 
     def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
-        """Updates the seconds that each context (a number that says how much a step's tokens attend to) adds per unit, from one
-        step. Compares the step with the averages of its class of step sizes, by one pass of coordinate descent on least squares; no
-        result is below zero. apart: each context of the step minus its average. seconds: the step's time minus the average time.
-        weight: how much the step counts. size: the average of each context."""
+        """Updates, from one measured step, the seconds that each context (a number that says how much a step's tokens attend to)
+        adds per unit. Compares the step with the averages of its class of step sizes, by one pass of coordinate descent on least
+        squares; no result is below zero. apart: each context of the step minus its average. seconds: the step's time minus the
+        average time. weight: how much the step counts. size: the average of each context."""
         each, together, with_s = self._fitted_s, self._together, self._with_s
         for i, difference in enumerate(apart):
             row = together[i]

@@ -60,8 +60,8 @@ class StepLimits:
     """The limits of one model's steps, from the step costs that it learns.
 
     turn_s: length of a turn (a time slice of the device) in device seconds. stretch: the factor by which a prompt's chunk may
-    lengthen a step (a turn is always allowed); 0: unlimited. wait_s: average time that the latest steps waited for other devices,
-    which is not included in any of the costs.
+    lengthen a step that also decodes while no other model waits; 0: unlimited. A step may always take one turn. wait_s: average
+    time that the latest steps waited for other devices, which is not included in any of the costs.
 
     decoding: costs of steps in which every sequence has one token; their context (StepCosts) is the number of positions read.
     prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that decoding rows read, the
@@ -122,20 +122,21 @@ class StepLimits:
         return self.prompting, num_tokens, (float(contexts.sum()) - read, read, pairs)
 
     def max_rows(self, most: int, context: float, turns: int = 1) -> int:
-        """Returns how many of `most` sequences may decode in a step while other models wait. context: positions of each sequence.
-        turns: how many turns (time slices of the device) the step may take."""
+        """Returns how many of `most` sequences, at least 1, may decode in a step while other models wait. context: average number
+        of positions a row attends to. turns: how many turns (time slices of the device) the step may take."""
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer rows take less time has not been measured yet
             return min(most, fewest // 2)
         return max(1, self.decoding.tokens_within(self._computing_s(turns), most, lambda rows: (rows * context,), one_more=True))
 
     def rows_beside_prompt(self, most: int, context: float, turns: int, strict: bool = False) -> int:
-        """Returns how many of `most` sequences with `context` positions each may decode in a step that also has room for the
-        smallest chunk of a prompt.
+        """Returns how many of `most` sequences, at least 1, may decode in a step that also has room for the smallest chunk of a
+        prompt.
 
-        The chunk is assumed to be the beginning of a prompt, which attends to the fewest positions. turns: how many turns (time
-        slices of the device) the step may take; 0: no limit. strict: whether the step keeps within its turns even if that chunk
-        takes longer."""
+        context: average number of positions a row attends to. The chunk is assumed to be the beginning of a prompt, which attends
+        to the fewest positions. turns: how many turns (time slices of the device) the step may take; 0: no limit. strict: True: the
+        step must end within its turns. False: it may take as long as a step with the smallest chunk needs, even if that is longer
+        than its turns."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)
@@ -144,9 +145,10 @@ class StepLimits:
         return min(most, max(1, within - chunk))
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
-        """Returns the most rows of a step in which sequences of several tenants decode while no other model waits. The limit keeps
-        every tenant's step within the time that `longest_s` allows. If a tenant has prompts, time is left for a chunk of one.
-        loads: one entry for each tenant. most: upper limit of the result. context: average number of positions a row attends to."""
+        """Returns the most rows of a step in which sequences of several tenants decode while no other model waits. The step must
+        not take longer than `longest_s` allows for each of these tenants; if a tenant has prompts, a part of that time is left for
+        a chunk of a prompt. loads: one entry for each tenant. most: upper limit of the result. context: average number of positions
+        a row attends to."""
         longest_s = self.longest_s(loads, context, 0)
         if longest_s is None:
             return most
@@ -234,7 +236,8 @@ class StepLimits:
         decoding row reads `context` positions; None: unlimited.
 
         loads: what each tenant wants computed. turns: how many turns (time slices of the device) the step may take; 0: no other
-        model waits. strict: whether the step keeps within its turns even if the smallest chunk of a prompt takes longer."""
+        model waits. strict: True: the step must end within its turns. False: it may take as long as a step with the smallest chunk
+        of a prompt needs, even if that is longer than its turns."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]
@@ -249,15 +252,16 @@ class StepLimits:
         """Returns the seconds of a step with the smallest chunk of a prompt and num_rows decoding rows, with a small margin; 0.0 if
         they are not known. context: number of positions that each row reads.
 
-        A step of a single tenant may take this long even if the chunk exceeds the allowed stretch, because many smaller chunks
-        would delay the rows more."""
+        While one tenant has the device alone, a step may take this long even if the chunk makes it longer than the factor `stretch`
+        allows. Smaller chunks would be many, and would delay the decoding rows more in sum."""
         tokens = num_rows + LEAST_CHUNK_TOKENS
         if not 0 < self.prompting.fewest_tokens <= tokens + LEAST_CHUNK_TOKENS:
             return 0.0
         return NEARLY_FREE * self.prompting.seconds(tokens, (num_rows * context, LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS**2 / 2))
 
     def _computing_s(self, turns: int) -> float:
-        """Returns the longest time, in seconds, that a step of `turns` turns (time slices of the device) may compute."""
+        """Returns the longest time, in seconds and without its wait for other devices, of a step that may take `turns` turns (time
+        slices of the device)."""
         return self.turns_s(turns) - self.wait_s
 
     def _longest_turns_s(self, turns: int, strict: bool) -> float:
@@ -268,18 +272,17 @@ class StepLimits:
         return times * self._decode_s(load.num_rows, load.num_rows * context)
 
     def _decode_s(self, num_rows: int, context: float) -> float:
-        """Returns the seconds of a step in which num_rows rows decode and read `context` positions in all. If steps with prompts
-        and the same number of tokens are known to be faster, their time is returned, because the rows may have run only beside
-        prompts so far."""
+        """Returns the seconds of a step in which num_rows rows decode. context: number of positions that all rows together read.
+        The result is the smaller of two known costs: that of a step that only decodes, and that of a step with prompts and the same
+        number of tokens. The first one may be a poor estimate if the rows have run only beside prompts so far."""
         alone = self.decoding.seconds(num_rows, (context,))
         with_prompts = self.prompting.seconds(num_rows, (context, 0.0, 0.0))
         return min(alone, with_prompts) if alone and with_prompts else alone
 
     def _chunk_s(self) -> float:
         """Returns the seconds that a step with a chunk of a prompt may take even if they exceed its turns (time slices of the
-        device): those of the smallest chunk with a small margin, at most two turns; 0.0 if unknown.
-
-        Every chunk has a fixed cost, so many smaller chunks would delay the other models more."""
+        device): those of the smallest chunk with a small margin, at most two turns; 0.0 if unknown. Smaller chunks are not worth
+        planning: every chunk has a fixed cost, so many of them would delay the other models more in sum."""
         if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:
             return 0.0
         return min(NEARLY_FREE * (self.wait_s + self.prompting.least()), 2 * self.turns_s(1)) - self.wait_s

@@ -16,9 +16,11 @@ class StepRoom:
 
     limits: the model's step limits; None: only max_tokens (tokens of prompts) and max_rows (sequences that decode) apply. turns:
     how many turns (time slices of the device, of StepLimits.turn_s seconds each) the step may take while other models wait; 0: no
-    other model waits. strict: whether the step keeps within these turns even if the smallest chunk of a prompt takes longer.
-    backlogged: an attribute that is set during planning: whether more sequences want to decode than fit one turn, or part of a
-    prompt does not fit."""
+    other model waits. strict: True: the step must end within these turns. False: it may take as long as a step with the smallest
+    chunk of a prompt needs, even if that is longer than its turns.
+
+    The attribute `backlogged` is set during planning: whether more sequences want to decode than fit one turn, or part of a prompt
+    does not fit."""
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class StepRoom:
         """Takes room in the step for tokens of a prompt, and returns for how many; 0: the step is full. num_computed: number of the
         prompt's tokens whose KV is stored. wanted: number of its tokens that are still to be computed.
 
-        The step is full once a prompt got fewer tokens than it wanted. The first prompt gets at least LEAST_CHUNK_TOKENS even if
-        the step has no room, and as many more as cost nothing, so that prompts always progress."""
+        The step is full once a prompt got fewer tokens than it wanted. The first prompt gets at least LEAST_CHUNK_TOKENS tokens
+        even if the step's time is used up, so that prompts always progress; more, if a larger chunk costs the same."""
         most = min(wanted, self._left)
         if most <= 0:
             return 0

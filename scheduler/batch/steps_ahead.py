@@ -21,8 +21,9 @@ class StepsAhead:
     """The steps that have started and not ended, and what they will add to a SequenceTable. The table's own counts include only
     ended steps.
 
-    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens that they sample. apart: True if the next plan leaves
-    out every sequence whose next token a started step samples; it then never depends on tokens that are not known."""
+    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens that they sample. apart: True: a sequence whose next
+    token a started step samples is left out of the next plan, which then never depends on unknown tokens (for pipeline stages).
+    False: it may be in the next plan before that token is known."""
 
     def __init__(self, table: SequenceTable, apart: bool = False) -> None:
         self._table, self.apart = table, apart
@@ -36,10 +37,9 @@ class StepsAhead:
         return len(self._steps)
 
     def join(self, slot: int) -> None:
-        """Registers the sequence in a slot, whose settings are in the table already.
-
-        The next step of some sequences cannot start before their last token is known: those whose logits the host changes after
-        each token, and those whose log-probabilities are reported with the tokens."""
+        """Registers the sequence in a slot, whose settings are in the table already. Determines whether its next step must wait
+        until its last token is known. This is so if the host changes its logits after each token, or if its log-probabilities are
+        reported with the tokens."""
         table = self._table
         masked = table.constrained[slot] | table.limited[slot]
         told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
@@ -59,12 +59,12 @@ class StepsAhead:
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
-        """Returns those of the slots `running` whose sequences may be in the next step. With `apart`, these are the sequences whose
-        next token is not sampled by a started step.
+        """Returns those of the slots `running` whose sequences may be in the next step; all of them if no step is under way.
 
-        Without `apart`, they are the sequences that will still be below their greatest length when all started steps have run.
-        TokensNeeded is then raised if the next step of a running sequence depends on its last token (`join`), or if the latest
-        started step has drafted tokens or lets the predictor draft some."""
+        If this object was made with apart=True, these are the sequences whose next token is not sampled by a started step.
+        Otherwise they are the sequences that will still be below their greatest length when all started steps have run. In the
+        latter case TokensNeeded is raised if the next step of a running sequence must wait for its last token (for example because
+        of a grammar), or if the latest started step has drafted tokens or lets the predictor draft some."""
         if not self._steps:
             return running
         if self.apart:
