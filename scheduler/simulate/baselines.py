@@ -39,8 +39,8 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A device and the models on it. A split model has one Resident, which is in `residents` of all of its devices. coming: the
-    model that is being placed there; "": none."""
+    """A device and the models on it. A split model has one Resident, which is in the `residents` of each of its devices. coming:
+    the name of the model that is being placed there; "": none."""
 
     name: str
     total_chunks: int
@@ -284,8 +284,8 @@ class OnDemand:
         return one.busy, self.rule.rank(one.name, one.last_used, self.now)
 
     def _keep(self, name: str, num_slots: int) -> bool:
-        """Reserves num_slots slots of host memory for a model's weights, dropping weights that the rule ranks lower if necessary.
-        Returns whether they were reserved; if not, nothing is dropped."""
+        """Reserves num_slots slots of host memory for a model's weights. If too few are free, drops weights of models that the rule
+        ranks lower. Returns whether the slots were reserved; if not, nothing is dropped."""
         if not num_slots or num_slots > self.host_tier_slots:
             return False
         rank = {one: self.rule.rank_in_host(one, self.last_used.get(one, 0.0), self.now) for one in (*self.kept, name)}

@@ -25,8 +25,8 @@ class ModelCosts:
 
 @dataclass(slots=True, frozen=True)
 class Costs:
-    """The costs of one device. The defaults are those of a data-centre GPU with one NVMe drive. models: name -> what was measured
-    of it.
+    """The costs of one device. The defaults are those of a data-centre GPU with one NVMe drive. models: model name -> measured
+    costs of this model, which replace computed ones.
 
     A step reads the weights once, and takes decode_s_per_sequence for each sequence that decodes. A prompt's token takes two
     floating-point operations for each parameter, that is, one for each byte of 16-bit weights."""
@@ -46,8 +46,8 @@ class Costs:
         return self.models.get(name, _NOT_MEASURED)
 
     def disk_load_s(self, facts: ModelFacts) -> float:
-        """Returns the seconds of a load from disk: the measured ones, else computed ones. Reading and copying overlap, so the
-        slower of the two determines the result."""
+        """Returns the seconds of a load from disk: the measured ones if there are any, else computed ones. Reading and copying
+        overlap, so the slower of the two determines a computed result."""
         known = self.of(facts.costs_name).disk_load_s
         if known is not None:
             return known

@@ -41,12 +41,12 @@ class SimulatedSequence:
 class Hosted:
     """A model that is loaded on the simulated device.
 
-    reserved_bytes: its reserved KV. costs: how large its steps may be and how long they take. followers: the engines of its other
-    devices, if it is split.
+    reserved_bytes: its reserved KV. costs: how large its steps may be and how long they take. followers: if the model is split, the
+    engines of its further devices; this engine leads.
 
-    steps: the number of decode steps so far, which may be a fraction: a step without room for all decoding sequences counts as a
-    part of a step, because the sequences alternate. When a sequence begins to decode, the number of steps at which it will end is
-    computed."""
+    steps: the number of decode steps so far, as each of its sequences sees it: a step without room for all decoding sequences
+    counts as the fraction that it has room for, because the sequences alternate. When a sequence begins to decode, the value of
+    `steps` at which it will end is computed."""
 
     facts: ModelFacts
     reserved_bytes: int
@@ -78,8 +78,8 @@ class Hosted:
         return request.input_tokens + int(self.steps - sequence.tokens_at_step + _DUE) - 1
 
     def rows(self, turns: int) -> int:
-        """Returns how many sequences decode in a step that may take `turns` turns (a turn is a model's time slice); 0: it may take
-        any time."""
+        """Returns how many sequences decode in a step that may take `turns` turns (a turn is a model's time slice of the device).
+        0: the step may take any time, so all decoding sequences take part."""
         return min(len(self.decoding), self.costs.max_rows(turns)) if turns else len(self.decoding)
 
     def most_running(self, turns: int) -> int:
@@ -88,8 +88,9 @@ class Hosted:
         return most_running(self.costs.max_rows(turns), int(self.passed_over))
 
     def pass_over(self, steps: float, turns: int) -> None:
-        """Adds `steps` to the count of steps, since the last admission, in which a request waited although all rows of a step were
-        in use. Sets the count to 0 if no request waits. turns: how many turns (time slices of a model) a step may take."""
+        """Adds `steps` to `passed_over`, the count of steps since the last admission in which a request waited although the running
+        sequences filled a whole step. Sets the count to 0 if no request waits. turns: how many turns (time slices of the device) a
+        step may take; 0: any time, so that nothing is counted."""
         if not self.waiting:
             self.passed_over = 0.0
         elif turns and self.num_running >= self.costs.max_rows(turns):
@@ -102,8 +103,10 @@ class Hosted:
 
 @dataclass(slots=True)
 class _Step:
-    """One step of one model. part: the fraction of the decoding sequences that take part in it. chunks: (sequence, number of its
-    prompt's tokens that the step computes). seconds: its length, including wait_s, the time in which it waits for other devices."""
+    """One step of one model. hosted: the model. part: the fraction of the model's decoding sequences that take part in the step.
+    chunks: for each chunk of a prompt that the step computes, the sequence and the chunk's number of tokens. seconds: the step's
+    length, including wait_s, the time in which it waits for other devices. turns: how many turns (time slices of the device) it was
+    planned to take."""
 
     hosted: Hosted
     part: float
@@ -122,11 +125,15 @@ class _Joined:
 
 @dataclass(slots=True)
 class _Rounds:
-    """Several rounds of decode steps, simulated as one event. In a round, each model that decodes has the same share of time.
+    """Several rounds of decode steps, simulated as one event. In a round, each model that decodes has an equal share of the time,
+    in which it runs as many steps as fit.
 
-    decoded: one entry for each model: (model, steps per round in which a given sequence takes part, steps per round of the model,
-    turns (time slices of a model) that a step may take). The two numbers of steps may be fractions. round_s: seconds of a round.
-    num: number of rounds."""
+    decoded: a tuple of four values for each model. The first is the model. The second is how many steps of a round a single
+    sequence takes part in. The third is how many steps the model runs in a round; this is more than the second if not all of its
+    sequences fit one step, because they then alternate. (Both numbers may be fractions.) The fourth is how many turns a step may
+    take: a turn is a time slice of the device, and models with more work than fits one may use several in a single step.
+
+    round_s: seconds of a round. num: number of rounds, which may be a fraction."""
 
     decoded: list[tuple[Hosted, float, float, int]]
     round_s: float
@@ -134,8 +141,8 @@ class _Rounds:
 
 
 class SimulatedEngine:
-    """The engine of one device. lease_bytes: KV that its models may use beyond what is reserved for them. `advance` moves the time;
-    requests that are submitted between two calls take part from the next step on."""
+    """The engine of one device. lease_bytes: KV that its models may use beyond what is reserved for them. `advance` moves the time.
+    Requests that are submitted between two calls of `advance` take part from the next step on."""
 
     def __init__(self, costs: Costs, settings: StepSettings) -> None:
         self.costs, self.settings = costs, settings
@@ -189,7 +196,7 @@ class SimulatedEngine:
         followers: Iterable[SimulatedEngine] = (),
     ) -> None:
         """Adds a loaded model. restored: request id -> number of tokens whose KV was restored, used when that request is submitted
-        again. followers: the engines of its other devices, if it is split; this engine then leads."""
+        again. followers: if the model is split, the engines of its further devices; this engine then leads."""
         steps = self._steps.get(facts.name)
         if steps is None:
             steps = self._steps[facts.name] = ModelSteps(self.settings, self.costs.step_seconds(facts))
@@ -262,8 +269,8 @@ class SimulatedEngine:
     # ---- steps of split models
 
     def free_at(self, now: float) -> float:
-        """Returns when the device is free for a step of a split model that another engine plans at the time `now`. If such a step
-        has just ended here, the device's own models run one step first, if any has work."""
+        """Returns when the device is free for a step that another engine, which leads a split model on this device, plans at the
+        time `now`. If a step of a split model has just ended here, the device's own models run one step first, if any has work."""
         self._now = max(self._now, now)
         self._interrupt()
         if isinstance(self._under_way, _Joined) and self._under_way.until <= now:
@@ -293,10 +300,10 @@ class SimulatedEngine:
 
     def _rounds(self, busy: Iterable[Hosted]) -> _Rounds | None:
         """Returns several rounds of decode steps as one event, because simulating every step would take too long. In a round every
-        model has an equal share of time, as long as the longest step of any of them.
+        model has an equal share of time, which is as long as the longest step of any of them.
 
-        Returns None if single steps must be simulated: if a model computes prompts, has few steps left until a sequence ends, or
-        could admit a request, or if a split model is busy here."""
+        Returns None if single steps must be simulated: if a model computes prompts, could admit a request, or has few steps left
+        until a sequence ends, or if a split model is busy here."""
         models = list(busy)
         if self._busy_followed():
             return None
@@ -347,9 +354,11 @@ class SimulatedEngine:
 
     def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool, now: float) -> list[tuple[SimulatedSequence, int]]:
         """Returns (sequence, number of tokens) for each chunk of a prompt that a step computes: prompts that have begun continue in
-        order, then waiting requests are admitted, until the step is full. turns: how many turns (time slices of a model) the step
-        may take. rows: how many sequences decode in it. strict: whether the step keeps within its turns even if the smallest chunk
-        takes longer."""
+        order, then waiting requests are admitted, until the step is full.
+
+        turns: how many turns (time slices of the device) the step may take; 0: any time. rows: how many sequences decode in it.
+        strict: True: the step must end within its turns. False: it may take as long as the smallest chunk of a prompt needs, even
+        if that is longer than its turns."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
@@ -371,8 +380,9 @@ class SimulatedEngine:
         return chunks
 
     def _fits(self, hosted: Hosted) -> bool:
-        """Returns whether a request of the model waits and the first one has a place in the batch and enough KV. A request that
-        would run alone always has enough KV, because a model's reserved KV holds at least one request of full length."""
+        """Returns whether the model's first waiting request could be admitted now: there is one, a place in the batch is free, and
+        so is enough KV. If no other request of the model runs, there always is enough KV, because a model's reserved KV holds at
+        least one request of full length."""
         if not hosted.waiting or hosted.num_running >= hosted.facts.max_sequences:
             return False
         if not hosted.num_running:
@@ -404,7 +414,7 @@ class SimulatedEngine:
             rounds.num = min(rounds.num, ceil(passed * of_round - _DUE) / of_round)
 
     def _account(self, rounds: _Rounds) -> None:
-        """Counts the steps of the current rounds that have ended by now, and removes them from the rounds."""
+        """Counts those steps of the rounds under way that have ended by now as run, and shortens the rounds by them."""
         of_round = len(rounds.decoded)
         num = min(rounds.num, int((self._now - self._began) / rounds.round_s * of_round + _DUE) / of_round)
         self._decode(rounds, num)

@@ -128,8 +128,8 @@ class Simulation:
         return Run(self.outcomes, self.swaps, self.num_events)
 
     def _measure(self, device: str, engine: SimulatedEngine) -> None:
-        """Posts the measurements of a device that a real node reports: KV in use, and the speed of prompts. Must be called before
-        events of the same time are posted that depend on these measurements."""
+        """Posts the measurements of a device that a real node reports: KV in use, and the speed of prompts. Other events of the
+        same time that depend on these measurements must be posted afterwards."""
         if self.now >= self._note_kv_at[device]:
             self._note_kv_at[device] = self.now + STATS_EVERY_S
             kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
@@ -260,8 +260,8 @@ class Simulation:
         self._later(seconds, finished)
 
     def _evict(self, action: actions.Evict) -> None:
-        """Starts an eviction and schedules its end. KV of running requests is saved as far as it fits into the granted slots of
-        host memory: only that of whole requests, in the order of their submission."""
+        """Starts an eviction and schedules its end. Saves the KV of running requests, in the order of their submission, until the
+        KV of a request does not fit the remaining granted slots of host memory; of no request is only a part saved."""
         copy = self._copies.pop(action.placement_id)
         engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
         self._set_leases(action)

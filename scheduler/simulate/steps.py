@@ -47,7 +47,8 @@ class StepSeconds:
 
 class ModelSteps:
     """Computes how large the steps of one model may be, by the engine's own rules and the true costs of steps. The parameter
-    `turns` of its methods is the number of turns (time slices of a model) that a step may take; 0: no other model is busy."""
+    `turns` of its methods is the number of turns (time slices of the device) that a step may take; 0: any time, because no other
+    model is busy."""
 
     def __init__(self, settings: StepSettings, seconds: StepSeconds) -> None:
         self.seconds = seconds.of
@@ -74,7 +75,8 @@ class ModelSteps:
             self._room.clear()
 
     def max_rows(self, turns: int) -> int:
-        """Returns how many sequences may decode in one step that takes `turns` turns (time slices of a model)."""
+        """Returns how many sequences may decode in one step that takes `turns` turns (time slices of the device); 0: the step may
+        take any time."""
         if not turns:
             return self._max_tokens
         found = self._max_rows.get(turns)
@@ -86,8 +88,9 @@ class ModelSteps:
         return self._limits.turns_s(turns) if turns else None
 
     def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
-        """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. strict: whether the
-        step keeps within its turns (time slices of a model) even if the smallest chunk takes longer."""
+        """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. turns: how many turns
+        (time slices of the device) the step may take; 0: any time. strict: True: the step must end within its turns. False: it may
+        take as long as a step with the smallest chunk of a prompt needs, even if that is longer than its turns."""
         key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:
@@ -95,9 +98,10 @@ class ModelSteps:
         return found
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
-        """Returns how many tokens of prompts a step may compute while num_rows sequences decode; at least the smallest chunk, as
-        far as the step has room for it. num_prompts: prompts that have begun or wait. strict: whether prompts, too, must keep
-        within the turns (time slices of a model)."""
+        """Returns how many tokens of prompts a step may compute while num_rows sequences decode. The result is at least the
+        smallest chunk, as far as the limit of the step's tokens allows. turns: how many turns (time slices of the device) the step
+        may take; 0: any time. num_prompts: prompts that have begun or wait. strict: True: larger chunks only as far as the step
+        ends within its turns. False: also as far as it takes no longer than a step with the smallest chunk needs."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:
