@@ -22,9 +22,10 @@ _ALIKE = 0.02  # among numbers of copies whose imbalances differ by less than th
 
 def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) -> Table:
     """Returns the experts of which each part (one device's share of every layer's experts) is to hold a copy in addition to its own
-    experts, at most `most` in each layer: by layer, then by part, the indices of the experts. Returns () if the tokens counted so
-    far show no clear imbalance, or if copies would not lower it. counts: for each layer, how many tokens have passed through each
-    of its experts; None for a layer without experts. num_parts: number of equal parts of a layer's experts."""
+    experts, at most `most` in each layer. The result has an entry for each layer, in it one for each part, which lists the indices
+    of the copied experts. It is () if the tokens counted so far show no clear imbalance, or if copies would not lower it. counts:
+    for each layer, how many tokens have passed through each of its experts; None for a layer without experts. num_parts: number of
+    equal parts of a layer's experts."""
     rows = [row for row in counts if row is not None]
     if not rows or num_parts < 2:
         return ()
@@ -67,20 +68,21 @@ def _loads(tokens: Any, held: Any) -> Any:
 
 
 def _homes(tokens: Any, num_parts: int) -> Any:
-    """Returns [L, P, E] bool: which of P parts hold each of E experts in each of L layers before any copies are made. Each part has
-    its own E / P consecutive experts. tokens: [L, E]."""
+    """Returns [L, P, E] bool: which of P parts (devices' shares of the experts) hold each of E experts in each of L layers before
+    any copies are made. Each part has its own E / P consecutive experts. tokens: [L, E], of which only the shape is used."""
     num_layers, num_experts = tokens.shape
     home = np.arange(num_experts) // (num_experts // num_parts) == np.arange(num_parts)[:, None]
     return np.broadcast_to(home, (num_layers, num_parts, num_experts)).copy()
 
 
 def _held(tokens: Any, num_parts: int, number: int) -> Any:
-    """Returns [L, P, E] bool: which of P parts hold each of E experts in each of L layers if each part may hold `number` copies in
-    each layer besides its own experts. tokens: [L, E].
+    """Returns [L, P, E] bool: which of P parts (devices' shares of the experts) hold each of E experts in each of L layers, if each
+    part may hold `number` copies in each layer besides its own experts. tokens: [L, E], the tokens of each expert.
 
-    All layers are handled at once, one copy in each layer at a time. The least busy part that may hold a further copy receives one
-    of an expert of the busiest part: the expert for which the busier of these two parts has the fewest tokens afterwards. If no
-    expert lowers the busiest part's tokens, the receiver is passed over until another part has received a copy."""
+    All layers are handled at once, one copy in each layer at a time. The least busy part that may hold a further copy is the
+    receiver: it gets a copy of an expert of the busiest part, namely the expert for which the busier of these two parts has the
+    fewest tokens afterwards. If no expert lowers the busiest part's tokens, the receiver is passed over until another part has
+    received a copy."""
     held = _homes(tokens, num_parts)
     layers, places = np.arange(len(tokens)), np.full((len(tokens), num_parts), number)
     holders, loads, least = held.sum(axis=1), _loads(tokens, held), _LEAST * tokens.sum(axis=1)

@@ -87,8 +87,8 @@ class Evict(Action):
     """Evicts a copy of a model from its devices: the model has drained, is paused or was unloaded by the operator, or its load is
     rolled back.
 
-    `placement_id` identifies the copy: it is the id of its Load, and `EvictFinished` names it. The engine aborts the model's
-    requests. The scheduler has already queued them again, so they must not be reported as finished."""
+    `placement_id` identifies the copy: it is the id of its Load action, and the event EvictFinished names it. The engine aborts the
+    model's requests. The scheduler has already queued them again, so they must not be reported as finished."""
 
     placement_id: int
     model: str
@@ -169,8 +169,8 @@ class AbortInEngine(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RestartEngine(Action):
-    """Kills and restarts the engine of a device because an eviction or a roll-back is stuck; EngineDown and EngineUp will
-    follow."""
+    """Kills and restarts the engine of a device because an eviction or a roll-back is stuck. The events EngineDown and EngineUp
+    will follow."""
 
     device: str
     reason: str

@@ -58,17 +58,17 @@ def queue_full(node: Node, model: Model, tenant: str) -> Refusal | None:
 
 
 def closed(node: Node, model: Model) -> Refusal | None:
-    """Returns why every request for the model is refused in its current state, such as disabled or failed; None if it is
-    available."""
+    """Returns why new requests for the model are refused in its current state: it is disabled by the operator, or cannot be served,
+    for example because it failed. None if they are not refused for this reason."""
     if not model.enabled:
         return disabled(model)
     return unservable(node, model)
 
 
 def closed_to_all(node: Node, model: Model) -> Refusal | None:
-    """Returns why the model refuses every request in its current state, including requests that ran before and wait for the model
-    to come back; None if these may wait. While the model is disabled they may wait, because requests that have begun are still
-    completed."""
+    """Returns why the model refuses even requests that ran before and wait for it to come back; None if these may wait. They may
+    wait while the model is disabled, because requests that have begun are still completed. They are refused if its folder is gone,
+    or if it cannot be served."""
     if model.removed:
         return removed(model)
     if model.comes_back:
@@ -77,8 +77,8 @@ def closed_to_all(node: Node, model: Model) -> Refusal | None:
 
 
 def unservable(node: Node, model: Model) -> Refusal | None:
-    """Returns why the model cannot be served in its current state, as a refusal; None if it can. A model that the operator has
-    disabled counts as one that can be served."""
+    """Returns why the model cannot be served, as a refusal: it is incomplete, unusable, too large or has failed. None if it can be
+    served. Whether the operator has disabled the model does not count."""
     if model.state not in residency.CLOSED:
         return None
     if model.state == residency.INCOMPLETE:
@@ -105,8 +105,9 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 
 def num_waiting(node: Node, model: Model) -> int:
-    """Returns how many waiting sequences count against max_queued. Sequences that were submitted before do not count. If max_queued
-    or more remain, at most max_queued_per_tenant sequences of each named tenant count."""
+    """Returns how many sequences in the model's queue count against max_queued. Sequences that ran before never count. If all
+    others together reach max_queued, each named tenant counts with at most max_queued_per_tenant of them, so that one tenant alone
+    cannot fill the queue."""
     num = len(model.queue) - model.num_resubmissions
     if num < max_queued(node, model):
         return num

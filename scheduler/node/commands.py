@@ -21,7 +21,7 @@ from scheduler.node.node import Model, Node
 
 def load(node: Node, event: LoadRequested | WarmRequested) -> None:
     """Handles the command to load a model. It is answered when the model is ready or cannot be loaded. The model then stays on its
-    device at least until it is requested, even if it was loaded before."""
+    device at least until its next request, also if it was loaded already when the command came."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -38,8 +38,8 @@ def load(node: Node, event: LoadRequested | WarmRequested) -> None:
 
 
 def warm(node: Node, event: WarmRequested) -> None:
-    """Handles the command to load a model ahead of its requests. The command is refused if the load cannot begin at once. (If the
-    model were queued instead, it would in time become overdue, and be placed before models with requests.)"""
+    """Handles the command to load a model ahead of its requests. It is refused if the load cannot begin at once. (A model that
+    waited for its load would in time become overdue, and be placed before models with requests.)"""
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
@@ -103,10 +103,11 @@ def unpin(node: Node, event: UnpinRequested) -> None:
 
 def unload(node: Node, event: UnloadRequested) -> None:
     """Handles the command to evict a model now, which is answered when the model has been evicted. Its running requests wait at the
-    front of the queue and may cause it to be loaded again. If the model is disabled or its folder is gone, they are refused.
+    front of the queue and may cause it to be loaded again. If the model is disabled or its folder is gone, all of its requests are
+    refused instead. The command is refused if the model is pinned.
 
-    `to` cold: nothing of the model stays in host memory. `to` warm: its weights in host memory stay, and KV worth saving is
-    saved."""
+    `to` cold: nothing of the model stays in host memory. `to` warm: its weights in host memory stay, and KV worth saving is saved;
+    refused if its weights are not there."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -150,9 +151,9 @@ def enable(node: Node, event: EnableRequested) -> None:
 
 
 def disable(node: Node, event: DisableRequested) -> None:
-    """Switches a model off: refuses its waiting requests, and evicts its copies once the running requests have ended. Requests that
-    ran before and wait for the model to come back are completed, too. Until then the model may still be evicted for overdue work of
-    others."""
+    """Handles the command to disable a model. Its waiting requests that have never run are refused. Running requests, and those
+    that ran before and wait for the model to come back, are completed; then its copies are evicted. Meanwhile the model may still
+    be evicted for overdue work of others."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -192,8 +193,8 @@ def _close(node: Node, name: str, closed: bool) -> None:
 
 
 def waited_for_engines(node: Node, model: Model) -> None:
-    """Refuses the commands that wait until the model is ready, if too few engines for it have been up for max_wait_s. Otherwise
-    sets the deadline at which this is checked again."""
+    """Refuses the commands that wait until a model is ready, if for max_wait_s fewer engines have been up than the model needs.
+    Otherwise sets the deadline at which this is checked again."""
     if not model.load_causes:
         return
     limit_s = node.settings.max_wait_s

@@ -39,7 +39,7 @@ class LoadCosts:
 
     def saved_s_per_token(self, model: str, kv_bytes_per_token: float) -> float:
         """Returns how many seconds are saved if a token's KV is copied back from host memory instead of computed; negative if
-        computing is faster. A model without measurements is assumed to need 1 s to compute a token."""
+        computing is faster. A model whose prompts have not been measured is assumed to need 1 s to compute a token."""
         rate = self.prefill_tokens_per_s.get(model)
         return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
 

@@ -31,9 +31,9 @@ class Option:
 
 
 def rank(option: Option) -> tuple[bool, bool, float, bool, int, int, tuple[tuple[object, ...], ...]]:
-    """Returns the sort key of an option; the least is best. These criteria count, in this order: whether running requests are
-    disturbed, whether models are evicted, the cost of the evictions, whether weights must be read, the number of other hosts, and
-    the amount of room (more room is better, so that models spread)."""
+    """Returns the sort key of an option; the option with the least key is best. Its entries are, in this order: whether running
+    requests are disturbed, whether models are evicted, the cost of the evictions, whether weights must be read, the number of other
+    hosts, the amount of free room (negated: more room is better, so that models spread), and the names of the devices."""
     hosts, room = num_other_hosts(option.devices), option.lease_chunks
     names = tuple(map(by_rank, option.devices))
     return option.forced, bool(option.victims), option.cost, not option.left, hosts, -room, names

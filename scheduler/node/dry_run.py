@@ -13,7 +13,7 @@ FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits
 
 
 def load(node: Node, model: Model) -> LoadPlan:
-    """Returns what loading the model would do now, without doing it. The plan forces busy models out only if there is no room
+    """Returns what loading the model would do now, without doing it. The plan evicts busy models only if there is no room
     otherwise, as for an overdue request. O(residents)."""
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is None and model.copy is None and not pins.has_place(node, model):
@@ -41,7 +41,7 @@ def load(node: Node, model: Model) -> LoadPlan:
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
     """Returns which idle models would have to be evicted from the device so that num_bytes become free there, in addition to its
-    work space. Busy models are not forced out."""
+    work space. Busy models are never among them."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
     residents = [
@@ -55,8 +55,8 @@ def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
 
 
 def _option(node: Node, model: Model, device: Device) -> Option | None:
-    """Returns how the model, or a share of it, could be placed on this device; None if it cannot. The option forces busy models out
-    only if there is none without that."""
+    """Returns how the model, or one share of a split model, could be placed on this device; None if it cannot. The option evicts
+    busy models only if there is no option without that."""
     return look.plan(node, model, (device.name,), may_force=False) or look.plan(node, model, (device.name,), may_force=True)
 
 

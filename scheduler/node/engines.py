@@ -104,8 +104,8 @@ def kv_noted(node: Node, event: KVNoted) -> None:
 
 def step_lasts(node: Node, event: StepLasts) -> None:
     """Postpones the deadlines of loads and evictions on a device whose engine is in a long step, by the time that the step has
-    taken, because the engine answers neither during a step. If several engines of a split model are in long steps at the same time,
-    that time counts once."""
+    taken, because the engine cannot answer loads and evictions during a step. If several engines of a split model are in long steps
+    at the same time, that time counts once."""
     device = node.devices.get(event.device)
     for model in device.resident.values() if device is not None else ():
         assert model.copy is not None

@@ -63,13 +63,14 @@ class ModelFacts:
 
     @property
     def keeps_weights(self) -> bool:
-        """Returns whether host memory may hold the model's weights: False for a further replica."""
+        """Returns whether host memory may hold the model's weights: False for a further replica (any replica of a model but the
+        first)."""
         return not self.replica_of
 
     @property
     def saves_kv(self) -> bool:
         """Returns whether host memory may hold the model's KV: False for a split model, of whose KV each device has a part, and for
-        a further replica."""
+        a further replica (any replica of a model but the first)."""
         return not self.is_split and not self.replica_of
 
     @property
@@ -160,9 +161,9 @@ class EngineDown(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadFinished(Event):
-    """A load has succeeded. The slots of the host tier that its Load action named are not read or written any more. kept: whether
-    the host tier holds a complete copy of the weights, in the keep_slots of the Load action or in the source_slots that the weights
-    were read from."""
+    """A load has succeeded, and has ended its use of the host tier's slots that its Load action named. kept: whether the host tier
+    holds a complete copy of the weights, in the keep_slots of the Load action or in the source_slots that the weights were read
+    from."""
 
     placement_id: int
     seconds: float
@@ -178,8 +179,8 @@ class LoadFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadStreams(Event):
-    """An engine accepts requests for a model that it is still loading, and computes their prompts as weights arrive. First tokens
-    follow after LoadFinished."""
+    """An engine accepts requests for a model that it is still loading, and computes their prompts as weights arrive. It samples
+    their first tokens after the load has finished."""
 
     placement_id: int
 
@@ -253,8 +254,8 @@ class RequestArrived(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestExpected(Event):
     """Announces that a request of the tenant for this model will arrive once its prompt is tokenized, so that the model's load may
-    begin before that. If the load cannot begin at once, the model does not wait in line until the request arrives. The event is not
-    answered. The `cause` identifies the announcement, so no two of these events have the same one."""
+    begin before that. If the load cannot begin at once, the model takes its place in the waiting line only when the request
+    arrives. The event is not answered. Its `cause` identifies the announcement, so each of these events must have another one."""
 
     model: str
     tenant: str = ""
@@ -262,7 +263,7 @@ class RequestExpected(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ExpectationOver(Event):
-    """Reports that a request announced by RequestExpected has arrived, or will not arrive. expectation: the cause of that
+    """Reports that a request announced by RequestExpected has arrived, or will not arrive. expectation: the `cause` of that
     RequestExpected event; an unknown one is ignored."""
 
     model: str
@@ -298,25 +299,25 @@ class KeepAliveSet(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadRequested(Event):
-    """`hearth load`: loads the model; answered by a CommandDone with this event's cause. The loaded model stays at least until it
-    is requested, whatever its keep_alive says."""
+    """The operator's command `hearth load`: loads the model. It is answered by a CommandDone with this event's cause. The loaded
+    model stays at least until its next request, whatever its keep_alive says."""
 
     model: str
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WarmRequested(Event):
-    """A load ahead of requests (setting `warm`), answered by a CommandDone with this event's cause. It is refused if it cannot
-    begin at once, if another model waits for the device, or if a model would be evicted for it that is busy or has not been used
-    since it was loaded."""
+    """The command to load a model ahead of its requests (setting `warm`), answered by a CommandDone with this event's cause. It is
+    refused if the load cannot begin at once, if another model waits for the device, or if a model would be evicted for it that is
+    busy or has not been used since it was loaded."""
 
     model: str
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UnloadRequested(Event):
-    """`hearth unload`: evicts the model now. to: "cold" (nothing of it stays in host memory) or "warm" (its weights there stay;
-    refused if there are none). Answered by a CommandDone with this event's cause."""
+    """The operator's command `hearth unload`: evicts the model now. to: "cold" (nothing of the model stays in host memory) or
+    "warm" (its weights in host memory stay; refused if there are none). It is answered by a CommandDone with this event's cause."""
 
     model: str
     to: str = "cold"
@@ -324,8 +325,8 @@ class UnloadRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PinRequested(Event):
-    """`hearth pin`: keeps room for the model on a device, never evicts it for others, and loads it. Answered by a CommandDone with
-    this event's cause."""
+    """The operator's command `hearth pin`: keeps room for the model on a device, loads the model, and never evicts it for others.
+    It is answered by a CommandDone with this event's cause."""
 
     model: str
 
@@ -347,8 +348,8 @@ class DisableRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DrainRequested(Event):
-    """`hearth drain`: refuses new requests for the model (empty: for all models of the node); waiting and running ones continue.
-    stopping: the daemon stops, so the node refuses new requests for good."""
+    """The operator's command `hearth drain`: refuses new requests for the model (empty: for all models of the node); waiting and
+    running requests continue. stopping: True if the daemon stops, so that the node never takes requests again."""
 
     model: str = ""
     stopping: bool = False
@@ -361,5 +362,5 @@ class ResumeRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TimePassed(Event):
-    """Posted when the time that `NodeScheduler.next_deadline()` returned is reached. Whatever is due by then is then handled, such
-    as the deadline of a load, the end of a quarantine or of a request's longest wait."""
+    """Reports that the time has come that `NodeScheduler.next_deadline()` returned. Whatever is due at the event's time is handled,
+    such as the deadline of a load, or the end of a quarantine or of a request's longest wait."""

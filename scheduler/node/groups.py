@@ -1,10 +1,10 @@
 """Determines which devices may hold a model together. A whole model takes any one of the devices on which it may be. A split model
 (ModelFacts.num_ranks > 1) takes several of one kind, each of which holds one share.
 
-A device may be lent by another host (`cpu:0@b`). The collectives between the devices of one pipeline stage move too many bytes for
-a network, so each stage is on devices of one host, and the last stage, whose first device leads, is on this machine. A model that
-is not divided into stages, whole or split, counts as one stage, which is the last. Therefore the number of a group's devices on
-each host is a multiple of a stage's, and on this machine it is at least one stage's.
+A device may be lent by another host (`cpu:0@b`). The devices of one pipeline stage exchange too many bytes for a network, so all
+devices of a stage must be on one host. The last stage must be on this machine, because its first device leads. (A model that is not
+divided into stages counts as one stage, whether it is split or not.) A group therefore has on each host the devices of one or more
+whole stages or none, and on this machine those of at least one stage.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[t
 
 
 def most_groups(pool: Iterable[str], num_ranks: int, num_stages: int = 1) -> int:
-    """Returns how many groups the devices of a pool can form at most, if no two groups share a device. Each group needs at least
-    one pipeline stage on this machine."""
+    """Returns how many groups the devices `pool` can form at most, if no two groups share a device. num_ranks: devices of a group.
+    num_stages: number of its pipeline stages, at least one of which must be on this machine."""
     stage_size = num_ranks // num_stages
     stages = {host: number // stage_size for host, number in Counter(map(host_of, pool)).items()}
     return min(stages.get(HERE, 0), sum(stages.values()) // num_stages)
@@ -108,8 +108,9 @@ def is_group(devices: Sequence[str], num_ranks: int, num_stages: int = 1) -> boo
 
 
 class _Stages:
-    """Lists the groups of a pool with devices of several hosts, in the order of itertools.combinations. A combination is abandoned
-    as soon as no group can begin with it, because there may be very many combinations before the first group."""
+    """Lists the groups that devices of several hosts can form, in the order of itertools.combinations. A combination is abandoned
+    as soon as no group can begin with it, because there may be very many combinations before the first group. pool: the devices.
+    stage_size: devices of each pipeline stage."""
 
     def __init__(self, pool: Sequence[str], stage_size: int) -> None:
         self._pool, self._stage_size = pool, stage_size
@@ -120,8 +121,8 @@ class _Stages:
         self._left.reverse()
 
     def combinations(self, number: int, begin: int = 0, taken: tuple[int, ...] = ()) -> Iterator[tuple[str, ...]]:
-        """Yields the groups of devices that consist of those at the indices `taken` and of `number` further ones at indices from
-        `begin` on."""
+        """Yields all groups that consist of the devices at the indices `taken` in the pool and of `number` further devices, at
+        indices from `begin` on."""
         if not number:
             yield tuple(self._pool[at] for at in taken)
             return

@@ -98,8 +98,8 @@ class HostTierAccount:
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
     def hold(self, model: str, copy: HostCopy) -> None:
-        """Records that the slots `copy.slots` hold the model's weights or KV. The slots must not be free, and must not be granted
-        to a load or eviction."""
+        """Records that the slots `copy.slots` hold the model's weights or KV. These slots must have been granted to a load or
+        eviction that has ended and kept them (`end_grant`), or found when the daemon started."""
         self.revision += 1
         if isinstance(copy, SavedKV):
             self.kv[model] = copy
@@ -124,7 +124,8 @@ class HostTierAccount:
         return [(model, copy) for model, copy in self.copies() if not copy.void]
 
     def drop_weights(self, model: str) -> None:
-        """Drops the copy of a model's weights, if there is one. Its slots become free at once or as soon as no load reads them."""
+        """Drops the copy of a model's weights, if there is one. Its slots become free at once, or, if a load reads them, when the
+        load has ended."""
         self._drop(self.weights, model)
 
     def drop_kv(self, model: str) -> None:

@@ -61,8 +61,8 @@ def requests_per_s(node: Node, model: Model) -> float:
 
 
 def _device_of(node: Node, model: Model) -> Device | None:
-    """Returns the device whose costs determine the value of a model's copies in host memory: the one that holds the model, else the
-    first one on which the model may be; None if there is none."""
+    """Returns the device whose measured costs determine the value of a model's copies in host memory: the one that holds the model,
+    else the first one on which the model may be; None if there is none."""
     name = model.copy.leader if model.copy else next(iter(model.devices), "")
     return node.devices.get(name)
 
@@ -98,12 +98,14 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 
 
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
-    """Returns for a load that begins: slots in which to keep its weights while they are read, the copy in host memory to load from
-    (None: it reads from disk), and the saved KV to restore. left: whether the weights are on the device already, so that nothing is
-    read that could be kept.
+    """Returns what host memory contributes to a load that begins, as three values: the slots in which to store its weights while
+    they are read from disk; the copy of the weights to load from, None if there is none; the saved KV to restore, None if there is
+    none. left: True if all devices still hold the weights of an earlier copy, which was lost when an engine died: nothing is then
+    read from disk, so nothing is stored. False: the weights must be read.
 
-    All three are empty for loads that do not use host memory: those of a further replica, of a split model with devices of other
-    hosts, and of shares with copies of experts, because the next load may choose other copies."""
+    The result is ((), None, None) for loads that do not use host memory. These are the loads of a further replica (any but the
+    model's first), of a split model with devices of other hosts, and of a split model that takes copies of experts along, because
+    its next load may take other copies."""
     model, host, facts = node.models[placement.model], node.host, placement.facts
     if not host.num_slots or not facts.keeps_weights or num_other_hosts(placement.devices) or placement.copies is not None:
         return (), None, None
@@ -119,9 +121,12 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 
 
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
-    """Drops copies in host memory that are worth less than a new copy of the model's, until num_slots slots are free for the new
-    one. Returns how many slots may be granted. worth: the new copy's value per byte. whole: whether to make room for all slots or
-    none."""
+    """Makes slots of host memory free for a new copy, of the weights or the KV of `model`, which needs num_slots slots. Drops
+    copies of other models that are worth less, the least valuable first, until enough slots are free. Returns how many slots the
+    new copy gets. worth: its value per byte.
+
+    whole: True: the copy gets all num_slots slots, or none: 0 is returned, and nothing is dropped, if too few can be made free or
+    if the copies to drop are together worth more than the new one. False: it gets as many of them as can be made free."""
     host = node.host
     if num_slots <= host.num_free or not num_slots:
         return num_slots
@@ -177,9 +182,9 @@ def drop_all(node: Node, model: Model, reason: str) -> None:
 
 
 def load_ended(node: Node, model: Model, copy: Copy, checksums: tuple[int, ...] | None) -> None:
-    """Ends a load's use of host memory. checksums: those of the complete copy of the weights in host memory, which the load has
-    read or written; None: there is no such copy, and an older one is dropped. Saved KV is dropped, because it has been restored or
-    is of no use."""
+    """Ends a load's use of host memory. checksums: those of the complete copy of the weights that host memory holds, which the load
+    has read or written; None: it holds no complete copy, and what it holds of the weights is dropped. Saved KV is dropped, because
+    it has been restored or is of no use."""
     host = node.host
     if checksums is None:
         host.end_grant(copy.placement_id)
@@ -206,8 +211,9 @@ def copy_ended(node: Node, model: Model, copy: Copy) -> None:
 
 
 def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
-    """Returns slots in which to save a model's KV. Only a part of the KV gets slots if the copies that would have to be dropped for
-    all of it are worth more. () if computing the KV again is faster, or if host memory may not hold anything of the model."""
+    """Returns slots of host memory in which to save the KV of a model that is evicted. They hold only a part of the KV if making
+    more slots free would require dropping copies that are worth more. () if computing the KV again is faster than copying it, or if
+    host memory may not hold KV of this model."""
     host, device = node.host, node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_bytes = model.kv_bytes
@@ -223,8 +229,9 @@ def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
 
 
 def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_tokens: int) -> None:
-    """Records the KV of num_tokens tokens that an eviction has saved; it stays until it is restored or dropped. slots: those of the
-    granted slots that hold KV; (): none was saved. index: the engine's index of the saved KV."""
+    """Records the KV of num_tokens tokens that an eviction has saved, in place of any KV of the model that was saved earlier. It
+    stays until it is restored or dropped. slots: those of the granted slots that hold KV; (): none was saved. index: the engine's
+    index of the saved KV. Does nothing if the evicted copy was still being loaded: KV that was saved earlier then stays."""
     host = node.host
     if copy.ready_at is None:
         return  # the load was withdrawn: what was saved before is still good

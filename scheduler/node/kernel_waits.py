@@ -36,8 +36,8 @@ class KernelWaits:
         self._waits.append(KernelWait(devices, now - KERNEL_WAIT_EVERY_S, now + LAPSE_S))
 
     def seconds(self, devices: Collection[str], since: float) -> float:
-        """Returns for how many seconds after `since` loads on any of the devices have waited for kernels. A wait that continues
-        counts until the time by which its next report is due, so the result may include up to LAPSE_S that have not passed yet."""
+        """Returns for how many seconds after the time `since` loads on any of the devices have waited for kernels. A wait that
+        still continues counts until its next report is due, so the result may include up to LAPSE_S that have not passed yet."""
         total_s, counted_to = 0.0, since
         for wait in self._waits:
             if wait.until > counted_to and any(name in wait.devices for name in devices):

@@ -69,8 +69,8 @@ def first_in_line(node: Node, device: Device) -> tuple[float, str] | None:
 
 
 def _lacks_devices(node: Node, model: Model, device: Device) -> bool:
-    """Returns whether a split model cannot be placed on this device together with others, whichever models are evicted, because too
-    few others have an engine and enough room beside their pinned models. False for a model that is not split."""
+    """Returns whether a split model cannot be placed on this device now, whichever models are evicted: too few further devices for
+    its other shares have an engine and enough room beside their pinned models. False for a model that is not split."""
     if not model.facts.is_split:
         return False
     others = (node.devices[name] for name in model.devices)
@@ -133,15 +133,15 @@ def may_hold(node: Node, model: Model, device: Device) -> bool:
 
 
 def _held_from(node: Node, overdue_at: float) -> float:
-    """Returns the time, in monotonic seconds, from which a device may be held for a model whose work became overdue at overdue_at.
-    Until then other models may begin there: this keeps the loaders busy, which shortens the mean wait if all models wait for
-    loads."""
+    """Returns the time, in monotonic seconds, from which a device may be held for a model whose work became overdue at overdue_at,
+    so that no other model's placement begins there. Until then other models may begin there: this keeps the loaders busy, which
+    shortens the mean wait if all models wait for loads."""
     return overdue_at + node.settings.overdue_after_s
 
 
 def _will_have_room(node: Node, model: Model, device: Device) -> bool:
-    """Returns whether the model, or a share of it, could be placed on the device later: once the loads under way there have ended,
-    and every model there but the pinned ones may be forced out."""
+    """Returns whether the model, or a share of it, could be placed on the device once the loads under way there have ended, if all
+    models there that are not pinned may be evicted, busy ones too."""
     if not device.up or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return False
     if any(device.name in one.occupies for one in model.replicas if one is not model):
@@ -175,7 +175,8 @@ def plan(
 ) -> device_choice.Option | None:
     """Returns the option to place the model on exactly these devices now, with the models that would have to be evicted; None if it
     cannot be placed there. may_force: whether busy models may be forced out, which only one placement of a device at a time does.
-    instead: a placement under way whose room and idle victims count as free."""
+    instead: a placement under way that the new one would replace, so that its room counts as free and its idle victims may be
+    evicted; None: there is none."""
     members = [member for name in devices if (member := member_on(node, model, name, may_force, instead, None)) is not None]
     return option_on(model, members) if len(members) == len(devices) else None
 
@@ -196,8 +197,9 @@ def member_on(
 ) -> _Member | None:
     """Returns the device of this name with the memory that the model, or its share of a split model, would need there, and the
     copies that are there now. Returns None if the device is not available, or would have too little memory even after all models
-    that may be evicted are. may_force: whether busy models may be forced out. instead: a placement under way whose room and idle
-    victims count as free; None: there is none. idle: a cache, device -> number of chunks that its idle models hold."""
+    that may be evicted are. may_force: whether busy models may be forced out. instead: a placement under way that the new one would
+    replace, so that its room counts as free and its idle victims may be evicted; None: there is none. idle: a cache, device ->
+    number of chunks that its idle models hold."""
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None
@@ -234,7 +236,8 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
     requests have ended. If it is busy, may_force must be set, and it must have been loaded for long enough to be forced out (rules
     1, 7 and 9 of docs/design/models.md).
 
-    instead: a placement that the new one would replace; its idle victims may be evicted, too."""
+    instead: a placement that the new one would replace; its idle victims, which are being evicted already, may be evicted, too.
+    None: there is none."""
     if not _serves(model):
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
@@ -249,14 +252,14 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
 
 
 def _serves(model: Model) -> bool:
-    """Returns whether the model runs requests on its device and may become a victim: it is ready, or it stays only until its last
-    requests have ended (runs_out)."""
+    """Returns whether the model has a copy on its device that runs requests and may become a victim: it is ready, or it stays only
+    until its last requests have ended, because it is disabled or its folder is gone."""
     return model.state == residency.READY or model.runs_out
 
 
 def may_drain(device: Device, model: Model) -> bool:
-    """Returns whether a busy model may be evicted, once it has drained, for work that is not overdue. This requires that another of
-    its replicas stays and that nothing else drains on the device (rule 13 of docs/design/models.md)."""
+    """Returns whether a busy model may be evicted, once its requests have ended, for work that is not overdue. This requires that
+    another of its replicas stays and that nothing else drains on the device (rule 13 of docs/design/models.md)."""
     return model.is_spare and model.state == residency.READY and device.draining is None
 
 
@@ -272,9 +275,10 @@ def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resid
 
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
-    """Returns the expected cost of a model's absence from the device: priority x seconds of reloading per second, per byte that its
-    eviction frees (eviction.value). It is 0 for a spare replica, because another one goes on serving the model. chunks: how many
-    chunks its eviction frees."""
+    """Returns the value by which victims are compared (eviction.value); the model with the least value is evicted first. It is the
+    seconds of reloading per second that the model's absence from the device is expected to cost, times its priority, per byte that
+    its eviction frees. It is 0 for a spare replica, because another one goes on serving the model. chunks: how many chunks its
+    eviction frees."""
     if model.is_spare:
         return 0.0
     reload_s = node.reload_s(model, device)

@@ -178,7 +178,8 @@ class Model:
 
     @property
     def window(self) -> int:
-        """The number of sequences in a batch. The limit of requests in the model's engine is derived from it (Node.window)."""
+        """The most sequences that one batch of the model can have. The limit of requests in the model's engine is derived from it
+        (Node.window)."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
 
     @property
@@ -203,8 +204,8 @@ class Model:
 
     @property
     def is_spare(self) -> bool:
-        """Returns whether another replica goes on serving the model if this one is evicted: True for all ready replicas but the
-        first. A pinned replica never is spare."""
+        """Returns whether another replica goes on serving the model if this one is evicted. This is so for all ready replicas but
+        the first, except pinned ones."""
         if not self.primary.others or self.pinned:
             return False
         return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
@@ -231,7 +232,7 @@ class Model:
 
     @property
     def leaves(self) -> bool:
-        """Returns whether the model is to be evicted because its folder is gone or the operator has disabled it."""
+        """Returns whether the model is to be evicted for good, because its folder is gone or the operator has disabled it."""
         return self.removed or not self.enabled
 
     @property
@@ -249,7 +250,7 @@ class Model:
 
     @property
     def comes_back(self) -> bool:
-        """Returns whether the model is disabled but will be loaded again for requests that ran before and are waiting."""
+        """Returns whether the model, although it is disabled, will be loaded again to complete waiting requests that ran before."""
         return not self.enabled and not self.removed and self.primary.num_resubmissions > 0
 
     def enqueue(self, request: Request, first: bool = False) -> None:
@@ -435,14 +436,14 @@ class Node:
     # ---- queries
 
     def window(self, model: Model) -> int:
-        """Returns the most requests that a replica may have in its engine. For a model without further replicas it is a multiple of
-        the batch (window_per_sequence). With several replicas it is one batch, because a request that waits in one engine cannot
-        move to another that has become free."""
+        """Returns the most requests that a replica may have in its engine at a time. For a model with a single replica it is a
+        multiple of the batch (setting window_per_sequence). With several replicas it is one batch, because a request that waits in
+        one engine cannot move to another that has become free."""
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def has_engines(self, model: Model) -> bool:
-        """Returns whether enough engines are up for the model or one of its further replicas, among the devices on which it may
-        be."""
+        """Returns whether enough engines are up to load at least one replica of the model, among the devices on which the replica
+        may be."""
         return any(
             pools((name for name in one.devices if self.devices[name].up), one.facts.num_ranks, one.facts.num_stages)
             for one in model.replicas

@@ -83,8 +83,8 @@ def check_home(node: Node, model: Model) -> None:
 
 
 def move_home(node: Node, model: Model, home: tuple[str, ...]) -> None:
-    """Replaces the devices that keep room for a pinned model by `home`; (): none keeps room any more. Models that found no room on
-    the old or the new devices are considered again."""
+    """Replaces the devices that keep room for a pinned model by `home`; (): no device keeps room for it any more. Models that found
+    no room on the old or the new devices are marked, so that placing them is tried again."""
     old, model.home = model.home, home
     node.pinned.pop(model.name, None)
     if home:

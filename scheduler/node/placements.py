@@ -48,9 +48,9 @@ def place_next(node: Node, device: Device) -> None:
 
 
 def place_newcomer(node: Node, model: Model) -> None:
-    """Begins a placement of a model whose own demand has changed, if there is room for it. Otherwise sets deadlines or marks
-    devices, so that the model is considered again in time. Other models are not considered, because nothing has changed for
-    them."""
+    """Begins a placement of a model that has just come to need one (a request or a command waits for it), if there is room for it.
+    Otherwise sets deadlines or marks devices, so that the model is considered again in time. Other models are not considered,
+    because nothing has changed for them."""
     if not node.resting(model) or not any(model.name in node.devices[name].by_age for name in model.devices):
         return
     option = look.best_option(node, model, may_force=False)

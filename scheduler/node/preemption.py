@@ -1,15 +1,15 @@
 """Pauses busy models that are evicted for overdue work of another model, after they had time to drain.
 
-Only overdue work forces busy models out (rule 9 of docs/design/models.md). Their time to drain is at least preempt_after_s. It also
-lasts until the work is overdue by preempt_after_swaps x the seconds that it costs to pause them, because requests that end within
-that time should rather end than be paused. If other replicas of the victims have room for all of their requests, the time is
-preempt_after_s.
+Only overdue work forces busy models out (rule 9 of docs/design/models.md). They are paused preempt_after_s after they have begun to
+drain, or later: not before the work has been overdue for preempt_after_swaps times the seconds that pausing them costs. Requests
+that end within that time should end rather than be paused. The second limit does not apply if other replicas of the victims have
+room for all of their requests.
 
 Then the victims are evicted between two steps. Their requests wait at the front of their queue, count as newly arrived, and
 continue from saved or recomputed KV when the model is back, or on another replica.
 
 The requests of a disabled model are paused and continue like any other's. A model whose folder is gone cannot be loaded again: its
-requests run at least until drain_timeout_s after the folder went, and are then ended with this reason.
+requests may run until drain_timeout_s after the folder went, and are then ended with this reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from scheduler.node.node import Model, Node, Placement
 
 
 def foresee(node: Node, placement: Placement) -> None:
-    """Sets the deadline at which the busy victims of a placement, which have begun to drain, are paused."""
+    """Sets the deadline at which the busy victims of a placement, which have begun to drain, are paused (see the module for its
+    time)."""
     settings = node.settings
     pause_at = node.now + settings.preempt_after_s
     busy = [victim for name in placement.victims if (victim := node.models[name]).running]

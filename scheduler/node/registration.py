@@ -53,7 +53,7 @@ def registered(node: Node, event: ModelRegistered) -> None:
 
 def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
     """Pins or unpins a model if its setting `pin` has changed since it was last registered. If the setting has not changed, the
-    operator's last command stays in force. old: the model's facts before; None: the model is new."""
+    operator's last command to pin or unpin it stays in force. old: the model's facts before; None: the model is new."""
     if old is not None and old.pinned == model.facts.pinned:
         return
     if not model.facts.pinned:

@@ -47,8 +47,8 @@ def wanted(node: Node, model: Model) -> Model | None:
 
 
 def _grow(node: Node, model: Model, further: Model) -> None:
-    """Begins to load the replica `further` of the model if free memory suffices for which no other model waits. Otherwise records
-    what room there was, so that the load is tried again when the room has changed."""
+    """Begins to load the replica `further` of the model, if enough memory is free and no other model waits for it. Otherwise
+    records how much room there was, so that the load is tried again when that has changed."""
     options = [option for option in look.options(node, further, may_force=False) if not option.victims]
     options = [option for option in options if all(_is_quiet(node, node.devices[name]) for name in option.devices)]
     option = device_choice.choose(options)

@@ -143,7 +143,7 @@ def recall(node: Node, model: Model) -> None:
 
 def pause(node: Node, model: Model) -> None:
     """Returns all running requests of a replica to the queue, because its copy is evicted from the device, and reports them as
-    paused. Their streams stay open until the model is back."""
+    paused. Their streams to the clients stay open, and they continue when the model is back."""
     paused = tuple(model.running.values())
     if not paused:
         return

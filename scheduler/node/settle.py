@@ -70,7 +70,7 @@ def settle_model(node: Node, model: Model) -> None:
 
 
 def _finishes(model: Model) -> bool:
-    """Returns whether a disabled model is loaded only to end requests that ran before and were paused or lost their copy."""
+    """Returns whether a disabled model is loaded (or is to be) only to complete requests that ran before and were interrupted."""
     return model.comes_back or (not model.removed and any(request.resubmission for request in model.running.values()))
 
 

@@ -103,7 +103,7 @@ class PlacementView:
 
 @dataclass(slots=True, frozen=True)
 class CandidateView:
-    """A model on a device, and whether and why it would be evicted."""
+    """A model on a device from which room is to be freed, and whether and why the model would be evicted for that."""
 
     name: str
     state: str
