@@ -105,14 +105,16 @@ class Adapters:
             self._drop(adapter)
 
     def keep(self, key: str) -> bool:
-        """Cancels an earlier `retire`, because requests will name the adapter again; returns whether it is resident."""
+        """Cancels an earlier `retire` of an adapter, because requests will name it again. Returns whether the adapter is resident;
+        if it is not, nothing is done."""
         adapter = self.resident.get(key)
         if adapter is not None:
             adapter.is_retired = False
         return adapter is not None
 
     def gone(self, request: BatchRequest) -> None:
-        """Records that a queued request was aborted. Its adapter is no longer protected by ResidentAdapter.is_new."""
+        """Records that a queued request was aborted: its adapter may from now on be dropped for another one (sets
+        ResidentAdapter.is_new to False)."""
         if (adapter := self.resident.get(request.adapter)) is not None:
             adapter.is_new = False
 
@@ -156,7 +158,8 @@ class Adapters:
             self._drop(adapter)
 
     def _stops_waiting(self, key: str) -> None:
-        """Resets the count of tries in which an adapter found no room, and releases the chunks that are kept for it."""
+        """Records that nothing waits any more for room for this adapter: resets its count of unsuccessful tries, and releases the
+        chunks that are kept for it."""
         self._without_room.pop(key, None)
         self._chunks.release_kept((self, key))
 

@@ -66,8 +66,8 @@ class KVCache:
         return sum(group.pool.num_used_chunks() for group in self.groups)
 
     def allocate(self, nums: Sequence[int]) -> list[IntArray] | None:
-        """Returns nums[g] blocks of each group g, with a reference count of 1; None, and nothing is taken, if one group has too
-        few."""
+        """Returns a list with nums[g] blocks of each group g, each with a reference count of 1. Returns None, and takes nothing, if
+        one group has too few."""
         if len(nums) == 1:
             blocks = self.groups[0].allocate(nums[0])
             return None if blocks is None else [blocks]

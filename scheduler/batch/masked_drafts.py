@@ -61,8 +61,8 @@ class MaskedDrafts:
         return proposal
 
     def sure(self, slot: int) -> BoolArray | None:
-        """Removes the proposal whose tokens the step that has just ended computed for a slot. Returns [D] bool: for each of these
-        tokens whether the grammar allowed no other (Proposal.sure); None if the slot had no proposal in that step."""
+        """Removes a slot's proposal, after the step that computed its tokens has ended. Returns [D] bool: for each of its tokens
+        whether the grammar allowed no other (Proposal.sure); None if the slot had no proposal in that step."""
         proposal = self._drafted.pop(slot, None)
         return None if proposal is None else proposal.sure
 

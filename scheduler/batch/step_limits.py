@@ -3,7 +3,7 @@
 While a model is alone on the device, a chunk of a prompt may make the step of its decoding sequences longer by a factor. The factor
 grows with the number of prompts per decoding sequence, because requests that wait for a first token matter as well. If no sequence
 decodes, prompts are computed at full speed. With several tenants, the factor applies to each tenant's own sequences and prompts.
-The work of other tenants may make a step longer than the tenant's sequences alone would take: by the same factor, or until these
+The work of other tenants may make a step longer than a tenant's sequences alone would take: by the same factor, or until these
 sequences take only the tenant's share of the step, whichever is longer.
 
 While several models are busy, each step keeps within a turn: a time slice of the device, of a fixed length, which limits both the
@@ -37,7 +37,8 @@ MOST_TURNS = 4  # most turns that one step may pool: its own streams wait for th
 
 def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
     """Returns how many turns (time slices of the device) a model's next step may take; 0: unlimited, because no other model is
-    busy.
+    busy. A model with more work than fits a turn may use, in one step, as many turns as there are such models, at most MOST_TURNS.
+    Any other model may use one.
 
     num_busy: busy models, this one included. num_backlogged: busy models with more work than fits a turn. backlogged: whether this
     model is one of them."""
@@ -47,11 +48,12 @@ def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
 
 
 def most_running(max_rows: int, passed_over: int) -> int:
-    """Returns the number of running sequences from which on no further request is admitted. max_rows: the number of sequences that
-    fit one step. passed_over: for how many steps the head of the queue has waited while at least max_rows sequences ran.
+    """Returns the number of running sequences from which on no further request is admitted: max_rows, the number of sequences that
+    fit one step, or a multiple of it. passed_over: for how many steps the first waiting request has waited while at least max_rows
+    sequences ran.
 
-    After every PATIENT_STEPS such steps, max_rows more sequences may run, which then alternate in steps. Otherwise a request could
-    wait for minutes for a stream to end."""
+    After every PATIENT_STEPS of these steps, max_rows more sequences may run; the running sequences then alternate in steps.
+    Otherwise a request could wait for minutes until a long stream ends."""
     return max_rows * (1 + passed_over // PATIENT_STEPS)
 
 
@@ -135,8 +137,8 @@ class StepLimits:
 
         context: average number of positions a row attends to. The chunk is assumed to be the beginning of a prompt, which attends
         to the fewest positions. turns: how many turns (time slices of the device) the step may take; 0: no limit. strict: True: the
-        step must end within its turns. False: it may take as long as a step with the smallest chunk needs, even if that is longer
-        than its turns."""
+        step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is longer than that, it may take
+        as long (at most two turns)."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)
@@ -236,8 +238,8 @@ class StepLimits:
         decoding row reads `context` positions; None: unlimited.
 
         loads: what each tenant wants computed. turns: how many turns (time slices of the device) the step may take; 0: no other
-        model waits. strict: True: the step must end within its turns. False: it may take as long as a step with the smallest chunk
-        of a prompt needs, even if that is longer than its turns."""
+        model waits. strict: True: the step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is
+        longer than that, it may take as long (at most two turns)."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]

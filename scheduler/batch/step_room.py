@@ -16,8 +16,8 @@ class StepRoom:
 
     limits: the model's step limits; None: only max_tokens (tokens of prompts) and max_rows (sequences that decode) apply. turns:
     how many turns (time slices of the device, of StepLimits.turn_s seconds each) the step may take while other models wait; 0: no
-    other model waits. strict: True: the step must end within these turns. False: it may take as long as a step with the smallest
-    chunk of a prompt needs, even if that is longer than its turns.
+    other model waits. strict: True: the step is to end within these turns. False: if even the cheapest step with a chunk of a
+    prompt is longer than that, it may take as long (at most two turns).
 
     The attribute `backlogged` is set during planning: whether more sequences want to decode than fit one turn, or part of a prompt
     does not fit."""
@@ -95,8 +95,8 @@ class StepRoom:
             self._limits.forget_predictor()
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
-        """Begins a step and takes room for its decoding sequences. contexts: for each of them, the number of positions it attends
-        to. max_tokens: the most tokens of the whole step. loads: what each tenant wants computed."""
+        """Begins the account of a step, and takes room for its decoding sequences. contexts: for each of them, the number of
+        positions it attends to. max_tokens: the most tokens of the whole step. loads: what each tenant wants computed."""
         num_rows, context = len(contexts), float(contexts.sum())
         self._left = max_tokens - num_rows
         if self._max_tokens is not None:

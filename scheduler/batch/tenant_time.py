@@ -104,8 +104,8 @@ class TenantTime:
         return index is None or bool(self._used_s[index] < self._used_s[self._of_slot[slot]])
 
     def loads(self, decode: IntArray, prefill: IntArray, waiting: Mapping[str, tuple[int, float]]) -> list[TenantLoad]:
-        """Returns what each tenant wants computed in the next step. decode: slots of the sequences that decode; prefill: slots of
-        those with more than one token to compute. waiting: tenant -> (number of requests that wait, weight)."""
+        """Returns what each tenant wants computed in the next step. decode: slots of the sequences that decode. prefill: slots of
+        the sequences with more than one token to compute. waiting: tenant -> (number of requests that wait, weight)."""
         if len(self._index) + len(waiting) < 2 or (len(self._index) == 1 and self._index.keys() == waiting.keys()):
             return [TenantLoad(len(decode), len(prefill) + sum(number for number, _ in waiting.values()))]
         rows = np.bincount(self._of_slot[decode], minlength=len(self._used_s))

@@ -11,8 +11,8 @@ A step is never interrupted. A model whose deadline has passed therefore waits f
 time it is ahead of its share.
 
 If several models have more work than fits their turns (time slices of the device), each of their steps uses the turns of all of
-them (step_limits.turns_of_step). Between two such steps every other busy model runs one step, whatever its deadline. Otherwise a
-model could wait for the pooled turns twice.
+them (step_limits.turns_of_step). Between two of these long steps every other busy model runs one step, whatever its deadline.
+Otherwise a model could wait for two long steps in a row.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def warm(node: Node, event: WarmRequested) -> None:
 
 def in_use(node: Node, model: Model) -> Refusal | None:
     """Returns why a load ahead of requests is refused; None if it may begin. It is refused if it cannot begin now, if another model
-    waits for the room that it takes, or if models would be evicted for it that have not been used since they were loaded."""
+    waits for the memory that it takes, or if it would evict a model that has not been used since it was loaded."""
     if not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
     if model.retry_at > node.now:

@@ -44,22 +44,23 @@ class LoadCosts:
         return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
 
     def learn(self, model: str, weights_bytes: int, seconds: float) -> None:
-        """Updates the model's average load time and the disk's average bandwidth with a load from disk, which took `seconds`."""
+        """Updates the model's average load time and the disk's average bandwidth with the measurement of one load from disk, which
+        took `seconds`."""
         _average(self._seconds, (model, weights_bytes), seconds)
         transfer_s = seconds - self.overhead_s
         if transfer_s > 0 and weights_bytes > 0:
             self.bandwidth_bytes_per_s = _averaged_bandwidth(self.bandwidth_bytes_per_s, transfer_s / weights_bytes)
 
     def learn_from_host(self, model: str, weights_bytes: int, seconds: float, copy_s: float) -> None:
-        """Updates the model's average load time and the copies' average bandwidth with a load from host memory, which took
-        `seconds`. copy_s: how many of these seconds were spent copying; 0: not reported."""
+        """Updates the model's average load time and the average bandwidth of copies from host memory with the measurement of one
+        load from host memory, which took `seconds`. copy_s: how many of these seconds were spent copying; 0: not reported."""
         _average(self._from_host, (model, weights_bytes), seconds)
         if copy_s > 0 and weights_bytes > 0:
             self.copy_bytes_per_s = _averaged_bandwidth(self.copy_bytes_per_s, copy_s / weights_bytes)
 
     def learn_prefill(self, model: str, num_tokens: int, seconds: float) -> None:
-        """Updates the model's speed of computing prompts with one request: num_tokens of its prompt were computed, and its first
-        token came `seconds` after the prompt had been begun."""
+        """Updates the model's average speed of computing prompts with the measurement of one request: num_tokens of its prompt were
+        computed, and its first token came `seconds` after the prompt had been begun."""
         if num_tokens > 0 and seconds > 0:
             _average(self.prefill_tokens_per_s, model, num_tokens / seconds)
 

@@ -1,7 +1,7 @@
 """Defines the events, which are the only input of the node scheduler.
 
 Every event carries `now` (monotonic seconds; the scheduler has no clock) and `cause` (a short id such as `req-42`, `cli-7`,
-`boot`), which is copied to each action and story line that follows from it.
+`boot`). The cause is copied to each action that follows from the event, and to each line of `hearth why` about it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class ModelFacts:
 @dataclass(slots=True, frozen=True)
 class ExpertCopies:
     """The copies of experts that a load gives to the devices of a split mixture-of-experts model. number: the most copies that a
-    device gets in a layer. weights_bytes: the most bytes that the copies take on one device. table: the copied experts of each
-    device, in the form of the field `copies` of loader.shapes.model_shape.Division."""
+    device gets in a layer. weights_bytes: the most bytes that the copies take on one device. table: for each layer, and in it for
+    each part (one device's share of the experts), the indices of the copied experts."""
 
     number: int
     weights_bytes: int
@@ -225,8 +225,8 @@ class KVNoted(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepLasts(Event):
-    """A device's engine has been in one step since the time `since`, which is within the step's limit. Until the step ends, the
-    engine begins and answers no load and no eviction."""
+    """A device's engine has been in one step since the time `since`, and the step has not exceeded its time limit. Until the step
+    ends, the engine begins and answers no load and no eviction."""
 
     device: str
     since: float

@@ -28,8 +28,8 @@ def set_by_client(node: Node, event: KeepAliveSet) -> None:
 
 
 def leaves_at(model: Model) -> float | None:
-    """Returns when an idle model is evicted if no request comes, in monotonic seconds. Returns None if it may stay for ever, or if
-    it was loaded for an operator's command and has not been requested since."""
+    """Returns when an idle model is evicted by its keep_alive if no request comes, in monotonic seconds. Returns None if it may
+    stay for ever, or if it was loaded for an operator's command and has not been requested since."""
     copy = model.copy
     if copy is None or model.keep_alive_s == inf:
         return None

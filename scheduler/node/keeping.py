@@ -99,9 +99,9 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
     """Returns what host memory contributes to a load that begins, as three values: the slots in which to store its weights while
-    they are read from disk; the copy of the weights to load from, None if there is none; the saved KV to restore, None if there is
-    none. left: True if all devices still hold the weights of an earlier copy, which was lost when an engine died: nothing is then
-    read from disk, so nothing is stored. False: the weights must be read.
+    they are read from disk, () if they are not stored; the copy of the weights to load from, None if there is none; the saved KV to
+    restore, None if there is none. left: True if all devices still hold the weights of an earlier copy, which was lost when an
+    engine died: nothing is then read from disk, so nothing is stored. False: the weights must be read.
 
     The result is ((), None, None) for loads that do not use host memory. These are the loads of a further replica (any but the
     model's first), of a split model with devices of other hosts, and of a split model that takes copies of experts along, because
@@ -166,8 +166,8 @@ def give_up(node: Node, name: str, copy: HostCopy, reason: str) -> None:
 
 
 def cool(node: Node, model: Model, reason: str) -> None:
-    """Sets the state of a model that is cold or warm to warm if host memory holds its weights, else to cold. Does nothing in any
-    other state. reason: for operators."""
+    """Updates the state of a model whose state is cold or warm: it is warm if host memory holds the model's weights, else cold.
+    Does nothing in any other state. reason: for operators."""
     if model.state == residency.WARM and not node.is_warm(model):
         node.set_state(model, residency.COLD, reason)
     elif model.state == residency.COLD and not model.removed and node.is_warm(model):

@@ -28,7 +28,7 @@ class KernelWaits:
         self._waits: deque[KernelWait] = deque(maxlen=MOST_KEPT)
 
     def reported(self, devices: tuple[str, ...], now: float) -> None:
-        """Records that a load on these devices has reported, at the time `now`, that it waits for kernels."""
+        """Records that a load on these devices has reported, at the time `now`, that it waits for its kernels to be compiled."""
         for wait in self._waits:
             if wait.devices == devices and wait.until >= now:
                 wait.until = now + LAPSE_S

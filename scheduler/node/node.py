@@ -58,7 +58,7 @@ class TenantQueue:
 
     @property
     def num_new(self) -> int:
-        """Number of requests that count against the queue's bounds: all but those that were submitted before."""
+        """Number of requests that count against the queue's bounds: all but those that ran before and wait to continue."""
         return len(self.requests) - self.num_resubmissions
 
 
@@ -319,8 +319,8 @@ class Device:
 
     @property
     def draining(self) -> Placement | None:
-        """The placement that waits until busy models here have finished their requests; None if there is none. Other placements may
-        overtake it."""
+        """The placement on this device that waits until busy models here have finished their requests; None if there is none. Other
+        placements may begin on the device before it."""
         for placement in self.placements.values():
             if placement.stage == VICTIMS_DRAIN:
                 return placement

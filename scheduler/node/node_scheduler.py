@@ -3,8 +3,10 @@
 Start here. `handle` takes one event and returns the actions to carry out, in order. The caller reports their results as further
 events. Nothing here reads a clock, blocks or fails: a refusal is a value. docs/design/models.md has the rules.
 
-    events -> handlers (requests, commands, registration, placements, engines) change the records of node.py and touch models
-           -> settle: touched models take the steps they can, stirred devices are looked at (look, eviction, placement)
+    events -> handlers (requests, commands, registration, placements, engines) change the records of node.py and mark
+              the models and devices that they changed
+           -> settle: each marked model takes the steps that have become possible for it, then placements are tried on
+              each marked device (look, eviction, placements)
            -> actions
 """
 

@@ -25,9 +25,9 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_L
 
 
 def place_next(node: Node, device: Device) -> None:
-    """Begins every placement that can begin on a device whose room or demand has changed, and the load of each placement there that
-    has waited for the loader and need not wait any longer. Sends the engine its new KV lease (the chunks that it may use for KV
-    beyond its models' reserves) if that has grown."""
+    """Begins every placement that can begin on a device whose free memory, or whose waiting models, have changed. Begins the load
+    of each placement there that waited for the device's loader and need not wait any longer. Sends the engine its new KV lease (the
+    chunks that it may use for KV beyond its models' reserves) if that has grown."""
     if not device.up:
         return
     device.held_for = ""  # until next_option below finds that it is still held

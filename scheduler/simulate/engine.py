@@ -357,8 +357,8 @@ class SimulatedEngine:
         order, then waiting requests are admitted, until the step is full.
 
         turns: how many turns (time slices of the device) the step may take; 0: any time. rows: how many sequences decode in it.
-        strict: True: the step must end within its turns. False: it may take as long as the smallest chunk of a prompt needs, even
-        if that is longer than its turns."""
+        strict: True: the step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is longer than
+        that, it may take as long (at most two turns)."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)

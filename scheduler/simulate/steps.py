@@ -89,8 +89,8 @@ class ModelSteps:
 
     def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
         """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. turns: how many turns
-        (time slices of the device) the step may take; 0: any time. strict: True: the step must end within its turns. False: it may
-        take as long as a step with the smallest chunk of a prompt needs, even if that is longer than its turns."""
+        (time slices of the device) the step may take; 0: any time. strict: True: the step is to end within its turns. False: if
+        even the cheapest step with a chunk of a prompt is longer than that, it may take as long (at most two turns)."""
         key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:
@@ -99,9 +99,9 @@ class ModelSteps:
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
         """Returns how many tokens of prompts a step may compute while num_rows sequences decode. The result is at least the
-        smallest chunk, as far as the limit of the step's tokens allows. turns: how many turns (time slices of the device) the step
-        may take; 0: any time. num_prompts: prompts that have begun or wait. strict: True: larger chunks only as far as the step
-        ends within its turns. False: also as far as it takes no longer than a step with the smallest chunk needs."""
+        smallest chunk, as far as the limit of the step's tokens allows. num_prompts: prompts that have begun or wait. turns: how
+        many turns (time slices of the device) the step may take; 0: any time. strict: True: the step is to end within its turns.
+        False: if even the cheapest step with a chunk of a prompt is longer than that, it may take as long (at most two turns)."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:
