@@ -33,6 +33,7 @@ DAEMON_FROM_ENGINE = {
     "engine.exchange",
     "engine.forks.messages",
     "engine.grammar.compile",
+    "engine.grammar.json_schema",
     "engine.grammar.refusals",
     "engine.host.child_process",
     "engine.host.processor",

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal, InvalidOperation
 from typing import Any
 
 Schema = dict[str, Any]
@@ -25,6 +25,7 @@ WHOLE_MINUTE = "^([0-9-]{10}[Tt ])?[0-9]{2}:[0-9]{2}:[0-5]"
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # name -> schema
 _VALUES = frozenset({"const", "enum", "default", "examples"})
+_OPTIONS = "x-guidance"  # options of llguidance, which clients may not set
 
 _EXACT_DIGITS = 2**53  # a number is read exactly if its digits, taken as a whole number, are no more than this
 _EXACT_PLACES = 22  # ... and it has at most this many decimal places
@@ -49,7 +50,7 @@ def prepared(text: str) -> str:
     changed, schema, end = _decoded(text, 0)
     if schema is None or text[end:].strip(" \t\r\n"):
         return text
-    changed |= schema.pop("x-guidance", None) is not None  # options of llguidance, which clients may not set
+    changed |= schema.pop(_OPTIONS, None) is not None
     changed |= _narrow(schema)
     return json.dumps(schema, ensure_ascii=False) if changed else text
 
@@ -58,14 +59,32 @@ def prepared_lark(grammar: str) -> str:
     """Returns a Lark grammar in which the JSON schema of each `%json {...}` is narrowed where llguidance would accept values that
     the schema forbids. Raises ValueError, with the place and the keyword, if a schema cannot be narrowed."""
     pieces, at = [], 0
-    for found in re.finditer(r"%json\s*(?=\{)", grammar):
-        if found.start() < at:
-            continue
-        changed, schema, end = _decoded(grammar, found.end())
-        if schema is not None and (_narrow(schema) or changed):
-            pieces += [grammar[at : found.end()], json.dumps(schema, ensure_ascii=False)]
+    for begin, end, changed, schema in _schemas_in(grammar):
+        if begin >= at and (_narrow(schema) or changed):
+            pieces += [grammar[at:begin], json.dumps(schema, ensure_ascii=False)]
             at = end
     return "".join([*pieces, grammar[at:]])
+
+
+def without_options(grammar: str) -> str:
+    """Returns a client's Lark grammar without the key x-guidance (options of llguidance) in the JSON schema of each `%json {...}`.
+    It is separate from prepared_lark because hearthd's own grammars have these options. Raises ValueError if a schema is nested too
+    deeply."""
+    pieces, at = [], 0
+    for begin, end, _, schema in _schemas_in(grammar):
+        if begin >= at and schema.pop(_OPTIONS, None) is not None:
+            pieces += [grammar[at:begin], json.dumps(schema)]  # in ASCII: half a surrogate pair stays an escape
+            at = end
+    return "".join([*pieces, grammar[at:]])
+
+
+def _schemas_in(grammar: str) -> Iterator[tuple[int, int, bool, Schema]]:
+    """Yields the JSON schema of each `%json {...}` in a Lark grammar, as (index at which it begins, index at which it ends, whether
+    it has a number that a float does not hold exactly, schema). Raises ValueError if a schema is nested too deeply."""
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        inexact, schema, end = _decoded(grammar, found.end())
+        if schema is not None:
+            yield found.end(), end, inexact, schema
 
 
 def _decoded(text: str, start: int) -> tuple[bool, Schema | None, int]:
@@ -77,7 +96,10 @@ def _decoded(text: str, start: int) -> tuple[bool, Schema | None, int]:
     def number(written: str) -> float:
         nonlocal inexact
         value = float(written)
-        inexact |= abs(value) != float("inf") and Decimal(written) != Decimal(repr(value))
+        try:
+            inexact |= abs(value) != float("inf") and Decimal(written) != Decimal(repr(value))
+        except InvalidOperation:  # the exponent is too small even for a Decimal
+            inexact = True
         return value
 
     def constant(written: str) -> float:

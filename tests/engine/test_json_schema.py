@@ -185,6 +185,14 @@ def test_refusals(schema: dict[str, Any], message: str) -> None:
             compile_grammar(each)
 
 
+def test_an_exponent_beyond_decimals_counts_as_zero() -> None:
+    tiny = "1e-99999999999999999999"
+    for each in ("json_schema:%s", "lark:start: %%json %s"):
+        assert accepts(matcher_of(each % f'{{"type":"integer","minimum":{tiny}}}'), "0")
+        with pytest.raises(ValueError, match="#/multipleOf: must be a number above 0"):
+            compile_grammar(each % f'{{"multipleOf":{tiny}}}')
+
+
 def test_what_only_looks_like_a_number_is_left_alone() -> None:
     """Properties whose names are keywords, and values that nothing is checked against (default, examples), are not narrowed."""
     properties = {"const": {"type": "integer"}, "minimum": {"enum": ["x"]}, "multipleOf": {}}

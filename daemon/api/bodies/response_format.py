@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.bodies.decode import decode, invalid
+from daemon.errors import BadRequest
+from engine.grammar.json_schema import without_options
 
 # top-level fields of a request body, of which at most one may constrain the answer
 GRAMMAR_FIELDS = (
@@ -83,8 +85,20 @@ def grammar_of(fields: Any) -> tuple[str, str]:
             raise invalid(name, f"{name}: {asked[0]} is there already; an answer can follow one of them")
         if len(grammar) > MAX_GRAMMAR_BYTES:
             raise invalid(field, f"{field}: {len(grammar)} characters are more than the {MAX_GRAMMAR_BYTES} a grammar may have")
-        asked = (field, grammar)
+        asked = (field, _without_options(field, grammar))
     return asked
+
+
+def _without_options(field: str, grammar: str) -> str:
+    """Returns the client's grammar without options of llguidance, which would let it ignore parts of a schema. Those of the other
+    kinds are taken out where they are compiled. field: the body's field, for errors. Raises BadRequest if a schema in the grammar
+    is nested too deeply."""
+    if not grammar.startswith("lark:"):
+        return grammar
+    try:
+        return without_options(grammar)
+    except ValueError as error:
+        raise BadRequest("unsupported_grammar", f"{field}: {error}", param=field) from None
 
 
 def _one(name: str, data: bytes) -> tuple[str, str]:

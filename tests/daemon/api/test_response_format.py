@@ -10,6 +10,7 @@ import pytest
 from daemon.api.bodies.completions import parse
 from daemon.api.bodies.response_format import ANY_OBJECT, MAX_GRAMMAR_BYTES
 from daemon.errors import BadRequest
+from daemon.text.grammar_check import why_not
 from engine.grammar.compile import compile_grammar
 from tests.daemon.api.fakes import serve
 from tests.daemon.api.openai_error import check_error
@@ -87,6 +88,22 @@ def test_refusals(fields: dict[str, object], param: str) -> None:
     with pytest.raises(BadRequest) as error:
         asked(**fields)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("options", ['"x-guidance"', '"\\u0078-guidance"'])
+def test_a_lark_grammar_sets_no_options_of_the_grammar_library(options: str) -> None:
+    lax = f'%json {{{options}: {{"lenient": true}}, "uniqueItems": true, "contains": {{"const": "\\ud800"}}}}'
+    for name in ("grammar", "guided_grammar"):
+        assert asked(**{name: f"start: a {lax} a {lax}\na: /b/"})[1] == "lark:start: a {0} a {0}\na: /b/".format(
+            '%json {"uniqueItems": true, "contains": {"const": "\\ud800"}}'
+        )
+    nested = f"%lark {{\nstart: {lax.replace('ud800', 'u00e9')}\n}}"
+    field, grammar = asked(structured_outputs={"grammar": f"start: {nested}"})
+    assert "uniqueItems: these keywords are not supported" in why_not(grammar)
+    assert field == "structured_outputs.grammar"
+    deep = '%json {"items":' + '{"items":' * 5_000 + "{}" + "}" * 5_001
+    with pytest.raises(BadRequest, match="grammar: the schema is nested too deeply"):
+        asked(grammar=f"start: {deep}")
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
