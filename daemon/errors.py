@@ -11,6 +11,7 @@ HearthError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,17 @@ from scheduler.node.actions import Refusal
 # exit codes of the command line; the control API groups its error codes by them
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_NO_FIT, EXIT_BUSY, EXIT_DENIED = range(7)
 EXIT_NOT_SAVED = 7  # the command took effect, but a restart would forget it
+
+
+# text in quotes; an apostrophe within or behind a word begins none
+_QUOTED = (r"(?<!\w)'(?:[^'\\]|\\.)*+'(?!\w)", r'(?<!\w)"(?:[^"\\]|\\.)*+"(?!\w)')
+
+
+def _whole(name: str) -> str:
+    """Returns a pattern that finds a field's name, but neither within a longer word nor in a JSON pointer or a path of other
+    fields."""
+    before, behind = r"(?<![\w./-])" if name[0].isalnum() else "", r"(?![\w/-])" if name[-1].isalnum() else ""
+    return before + re.escape(name) + behind
 
 
 class HearthError(Exception):
@@ -51,11 +63,15 @@ class HearthError(Exception):
 
     def renamed(self, names: Iterable[tuple[str, str]]) -> dict[str, str | None]:
         """Returns the error's message and param as {"message", "param"}, for an API in which the request's fields have other names:
-        each name is replaced. names: pairs of a field's name in OpenAI's API and in the other API."""
-        message, param = self.message, self.param
-        for ours, theirs in names:
-            message, param = message.replace(ours, theirs), param and param.replace(ours, theirs)
-        return {"message": message, "param": param}
+        each name is replaced where it stands as whole words and outside quotes, because quoted text is the client's own. names:
+        pairs of a field's name in OpenAI's API and in the other API; the first that fits is used."""
+        theirs = dict(names)
+        pattern = re.compile("|".join([*map(_whole, theirs), *_QUOTED]))
+
+        def told(text: str) -> str:
+            return pattern.sub(lambda found: theirs.get(found[0], found[0]), text)
+
+        return {"message": told(self.message), "param": self.param and told(self.param)}
 
     def body(self) -> dict[str, Any]:
         """Returns the error as the JSON object that OpenAI's API answers with."""
