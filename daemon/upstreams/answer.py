@@ -161,9 +161,11 @@ class AnswerStream(Answer):
         if self.is_over:
             return b""
         out = self.feed(b"\n\n") if self._held.strip() else b""
-        if not self.is_over and not self._finish:
-            self.broken = self.broken or self._invalid("ended its stream before the answer was whole")
-        elif not self.is_over:  # some servers leave out the final [DONE]
+        if self.is_over or self.broken is not None:
+            return out
+        if not self._finish:
+            self.broken = self._invalid("ended its stream before the answer was whole")
+        else:  # some servers leave out the final [DONE]
             self.is_over, out = True, out + _END
         return out
 

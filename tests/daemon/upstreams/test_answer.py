@@ -112,6 +112,15 @@ def test_an_end_in_the_middle() -> None:
     assert "before the answer was whole" in made.broken.message
 
 
+def test_a_last_event_that_cannot_be_read() -> None:
+    made, _ = stream()
+    made.feed(f"data: {chunk('a', 'stop')}\n\ndata: {{not json".encode())
+    assert made.ended() == b"", "no [DONE] before the error"
+    assert not made.is_over
+    assert made.broken is not None
+    assert "no JSON object" in made.broken.message
+
+
 def test_an_endless_event() -> None:
     made, _ = stream()
     for _ in range(16):
