@@ -88,8 +88,9 @@ class Planner:
             asked = settings.dtype or config.dtype
             self._sizing.tell_of_dtype(asked, plan.dtype, checkpoint.name, plan.settings, plan.shape)
             if plan.speculator.why_not:
-                why = plan.speculator.why_not
-                log.info("%s: drafts by prompt lookup and not by a predictor: %s", checkpoint.name, why)
+                why, is_mtp = plan.speculator.why_not, plan.speculator.name == speculators.MTP
+                told = "its own predictor and not by an EAGLE-3 head" if is_mtp else "prompt lookup and not by a predictor"
+                log.info("%s: drafts by %s: %s", checkpoint.name, told, why)
         return plan
 
     def _whole_or_split(self, name: str, settings: ModelConfig, attempt: _Attempt) -> Plan | str:

@@ -41,8 +41,8 @@ class MayPredict(Protocol):
 class Speculator:
     """The choice of how tokens are drafted for one model. name: the way of drafting, as in LoadModel.speculator. shape: the model's
     shape, with the predictor that is loaded, if any. fingerprint: the fingerprint of all files that are loaded. head: the EAGLE-3
-    head that drafts, or None. why_not: if the model drafts by prompt lookup although it has a predictor or a head, the reason;
-    otherwise ""."""
+    head that drafts, or None. why_not: if the model drafts by prompt lookup although it has a predictor or a head, or by its
+    predictor although it has a head, the reason; otherwise ""."""
 
     name: str
     shape: ModelShape
@@ -100,7 +100,7 @@ class Choice:
             except CheckpointError as error:
                 why = str(error)
         if own.predicting is not None:
-            return Speculator(MTP, own.predicting, fingerprint)
+            return Speculator(MTP, own.predicting, fingerprint, why_not=why)
         return prompt_lookup(shape, fingerprint, why)
 
     def misfit(self, name: str) -> str:

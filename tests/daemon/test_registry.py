@@ -588,6 +588,22 @@ async def test_a_models_own_predictor(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "whole: drafts by prompt lookup and not by a predictor: with it the model would not fit its devices" in caplog.text
 
 
+async def test_why_the_own_predictor_is_used_where_a_head_lies_beside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = config_of("glm4-moe")
+    write_predicting(tmp_path / "a", config, tensors_of(config))
+    make_head(tmp_path / "a" / "draft", "specforge", make_checkpoint(tmp_path / "tiny", **CASES["llama"]))
+    described = json.loads((tmp_path / "a" / "draft" / "config.json").read_text())
+    (tmp_path / "a" / "draft" / "config.json").write_text(json.dumps(described | {"vocab_size": 200}))
+    registry = make_registry(tmp_path)
+    await registry.rescan()
+    assert registry.resolve("a").speculator == "mtp"
+    told = [record.message for record in caplog.records if record.message.startswith("a: drafts by")]
+    assert len(told) == 1
+    assert told[0].startswith("a: drafts by its own predictor and not by an EAGLE-3 head: ")
+    assert "key vocab_size: 200 is not the model's" in told[0]
+
+
 def _budget_of(facts: events.ModelFacts) -> int:
     size = size_of(facts, 64 << 10)
     return (size.chunks + size.work_space_chunks) * (64 << 10)
