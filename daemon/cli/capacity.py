@@ -45,6 +45,15 @@ def capacity_plan(options: argparse.Namespace) -> int:
     also for wrong options and models that cannot be loaded."""
     kind, num_devices, memory_bytes = ("", 0, 0) if options.devices is None else _devices(options.devices)
     described = _described(options.config)
+    try:
+        return _planned(options, described, kind, num_devices, memory_bytes)
+    except CheckpointError as error:  # a width that the weight format does not allow: described by config.json alone
+        raise _unusable(options.config, error) from None
+
+
+def _planned(options: argparse.Namespace, described: DescribedModel, kind: str, num_devices: int, memory_bytes: int) -> int:
+    """Prints what the model takes on these devices, and returns the exit code. kind, num_devices, memory_bytes: the devices'. The
+    errors are those of capacity_plan, and CheckpointError for a matrix that its weight format does not allow."""
     settings = _settings(options, described.shape, kind)
     budget_bytes = max(0, memory_bytes - (CUDA_LEFT_BYTES if kind == "cuda" else 0))
     division = _division(options, num_devices)
@@ -97,9 +106,13 @@ def _described(folder: str) -> DescribedModel:
     try:
         return described_model(Path(folder))
     except CheckpointError as error:
-        raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{folder}: {error}", "details": {}}) from None
+        raise _unusable(folder, error) from None
     except OSError as error:
         raise _usage(f"--config {error.filename or folder}: {error.strerror}") from None
+
+
+def _unusable(folder: str, error: CheckpointError) -> CommandError:
+    return CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{folder}: {error}", "details": {}})
 
 
 def _speculator(

@@ -6,6 +6,7 @@ from importlib import import_module
 
 from loader.architectures.architecture import Architecture
 from loader.architectures.decoder import Decoder
+from loader.architectures.wrapper import Wrapper
 from loader.shapes.config_fields import Fields
 from loader.shapes.model_shape import ModelShape
 
@@ -69,6 +70,15 @@ _LIKENESS = 0.7  # difflib's ratio: "Qwen4" is like "Qwen3", and "Mamba" is not 
 def architecture_of(shape: ModelShape) -> Architecture:
     """Returns the description of the family to which a model of this shape belongs."""
     return ARCHITECTURES[shape.architecture]
+
+
+def expert_size_key(shape: ModelShape) -> str:
+    """Returns the key of config.json that gives the intermediate size of an expert. shape: that of a model with experts."""
+    family = architecture_of(shape)
+    assert isinstance(family, Decoder | Wrapper)
+    experts = family.decoder_of(shape).experts
+    assert experts is not None
+    return experts.size_key
 
 
 def named_architecture(fields: Fields) -> tuple[Architecture, bool]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loader.architectures.architecture import Dims, TensorGroup
+from loader.architectures.registry import expert_size_key
 from loader.errors import CheckpointError
 from loader.formats.alignment import aligned
 from loader.formats.relayout import Relayout
@@ -124,11 +125,12 @@ def place(
 def check(group_inputs: int, fields: Fields, shape: ModelShape) -> None:
     """Checks that the widths of a model are multiples of the number of inputs that share a scale. Raises UnsupportedModel if they
     are not. group_inputs: that number; 0: all inputs of an output share a scale, and the widths must be multiples of STEP. fields:
-    config.json."""
+    config.json. The width of MLPs that only some layers have in place of experts is not checked: these may be stored plain, and
+    `place` checks them if they are not."""
     refuse_stacked_experts(fields, shape)
     widths = [("hidden_size", shape.hidden_size)]
     if shape.experts is not None:
-        widths.append(("intermediate_size", shape.experts.intermediate_size))
+        widths.append((expert_size_key(shape), shape.experts.intermediate_size))
     if shape.experts is None or shape.experts.beside:
         widths.append(("intermediate_size", shape.intermediate_size))
     if shape.layer_inputs is not None:

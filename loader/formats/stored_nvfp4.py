@@ -14,6 +14,7 @@ import math
 from functools import partial
 
 from loader.architectures.architecture import TensorGroup
+from loader.architectures.registry import expert_size_key
 from loader.errors import CheckpointError
 from loader.formats.alignment import aligned
 from loader.formats.int8 import WIDENED_BYTES
@@ -76,10 +77,14 @@ def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightS
 
 
 def _check(fields: Fields, shape: ModelShape) -> None:
-    """Checks that the widths of a model are multiples of 32, which the kernels need. Raises UnsupportedModel if they are not."""
+    """Checks that the widths of a model are multiples of 32, which the kernels need. Raises UnsupportedModel if they are not. Other
+    widths of a model with experts are not checked: the matrices that have them may be stored plain, and `_place` checks them if
+    they are not."""
     refuse_stacked_experts(fields, shape)
-    inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
-    for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", inner)):
+    inner = ("intermediate_size", shape.intermediate_size)
+    if shape.experts is not None:
+        inner = (expert_size_key(shape), shape.experts.intermediate_size)
+    for key, width in (("hidden_size", shape.hidden_size), inner):
         if width % STEP:
             raise fields.unsupported(key, f"{width} is no multiple of {STEP}, which NVFP4 needs")
 
