@@ -43,8 +43,8 @@ def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAd
 
 def _held(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
     """Returns a tensor of an adapter, with the dtype and shape that it has in its file. Raises CheckpointError if a value of the
-    tensor, or the sum of all values, is not finite."""
+    tensor is not finite."""
     values = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape)
-    if not math.isfinite(values.sum(dtype=torch.float32).item()):
+    if not math.isfinite(values.sum(dtype=torch.float64).item()):  # no sum of finite values in at most float32 overflows it
         raise CheckpointError(tensor.file, tensor.name, "holds values that are not finite")
     return values

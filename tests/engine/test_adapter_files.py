@@ -93,6 +93,13 @@ def test_values_that_are_not_finite_are_refused_by_tensor(tmp_path: Path) -> Non
         read_adapter(source, parse_config(json.dumps(CONFIG).encode()), "float32")
 
 
+def test_finite_values_are_read_whatever_their_sum(tmp_path: Path) -> None:
+    held = tensors()
+    held["mlp.down_proj.lora_B"].fill_(3e38)
+    read = read_adapter(write_adapter(tmp_path / "a", held), parse_config(json.dumps(CONFIG).encode()), "float32")
+    assert read.data.nbytes == read.layout.num_bytes
+
+
 def test_files_that_have_changed_are_not_read(tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "a", tensors())
     with pytest.raises(CheckpointChanged, match="changed"):
