@@ -37,13 +37,17 @@ class CpuMemory:
         if handles and [os.fstat(fd).st_size for fd in handles] != [self.num_bytes]:
             raise ValueError(f"{len(handles)} handles that are not those of {num_chunks} chunks of {chunk_bytes} bytes")
         self._arena_address = mappings.reserve(self.num_bytes)
-        self._fd = os.dup(handles[0]) if handles else os.memfd_create("hearthd-chunks", os.MFD_CLOEXEC)
+        self._fd = -1
         try:
+            self._fd = os.dup(handles[0]) if handles else os.memfd_create("hearthd-chunks", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, self.num_bytes)
             mappings.map_file(self._arena_address, self.num_bytes, self._fd, 0)
-        except OSError as error:
-            os.close(self._fd)
-            raise MemoryError(f"can't make {self.num_bytes} bytes of shared memory: {error.strerror}") from None
+        except (OSError, MemoryError) as error:
+            if self._fd >= 0:
+                os.close(self._fd)
+            mappings.release(self._arena_address, self.num_bytes)
+            why = error.strerror if isinstance(error, OSError) else error
+            raise MemoryError(f"can't make {self.num_bytes} bytes of shared memory: {why}") from None
         self._is_huge, self._is_populated = np.zeros(num_chunks, np.bool_), np.zeros(num_chunks, np.bool_)
         self.arena = self.tensor(self._arena_address, self.num_bytes)
 

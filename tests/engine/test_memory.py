@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +255,35 @@ def test_what_a_chunk_has_is_not_asked_for_again(memory: CpuMemory, monkeypatch:
 def test_chunks_are_whole_pages() -> None:
     with pytest.raises(ValueError, match="chunk_bytes 1000"):
         CpuMemory(2, 1000)
+
+
+@pytest.mark.parametrize("refused", ["memfd_create", "dup", "ftruncate", "map_file"])
+def test_memory_that_is_refused_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    other = CpuMemory(3, CHUNK)
+    handles = other.export() if refused == "dup" else []
+    where, error = (mappings, MemoryError("no")) if refused == "map_file" else (os, OSError(24, "no"))
+    reserved: list[int] = []
+
+    def reserve(num_bytes: int, make: Callable[[int], int] = mappings.reserve) -> int:
+        reserved.append(make(num_bytes))
+        return reserved[-1]
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    num_open = psutil.Process().num_fds()
+    monkeypatch.setattr(mappings, "reserve", reserve)
+    monkeypatch.setattr(where, refused, refuse)
+    with pytest.raises(MemoryError, match=f"can't make {3 * CHUNK} bytes of shared memory: no"):
+        CpuMemory(3, CHUNK, handles)
+    monkeypatch.undo()
+    assert psutil.Process().num_fds() == num_open
+    ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [[int(end, 16) for end in each.split("-")] for each in ranges]
+    assert not any(begin <= reserved[0] < end for begin, end in ends)
+    for handle in handles:
+        os.close(handle)
+    other.close()
 
 
 def test_address_space_that_is_not_there(memory: CpuMemory) -> None:
