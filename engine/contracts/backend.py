@@ -56,11 +56,11 @@ class Backend(Protocol):
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
     ) -> Callable[[Callable[[], None]], None] | None:
         """Requests the kernels that a model's steps need, without waiting until they are compiled. Returns None if the model's load
-        need not wait for them, otherwise a function that returns once they are compiled.
+        need not wait for them. Otherwise returns a function that waits for the kernels and returns once they are compiled. The
+        caller calls this function, in any thread, before it calls `model` or `split_model`.
 
-        The caller calls that function, in any thread, before it calls `model` or `split_model`. The function's argument is a
-        function `waiting`, which it calls about every second or more often; an error that `waiting` raises ends the wait and is
-        raised again."""
+        The returned function has one parameter, `waiting`: a function that it calls while it waits, about every second or more
+        often. An error that `waiting` raises ends the wait and is raised again."""
         ...
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:

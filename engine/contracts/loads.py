@@ -33,11 +33,12 @@ class LoadTask:
     """One load of a model: its parameters and its results.
 
     spec: the model. chunks: the device's chunks for the weights.
-    progress(bytes_done, bytes_total): called while the load runs; the numbers have the meaning of LoadProgress's fields.
+    progress(bytes_done, bytes_total): called while the load runs, with the bytes that are done so far and the bytes of the whole
+    load; a bytes_total of 0 means that the load is waiting for kernels to be compiled.
     cancelled(): returns whether the load was cancelled. The load calls it repeatedly, and raises LoadCancelled once it returns
     True.
-    bytes_read to weights_checksum: results, set by Runner.load; those that are fields of protocol.LoadDone, too, are explained
-    there."""
+    bytes_read to weights_checksum: results (bytes, seconds, checksums), set by Runner.load; those that are fields of
+    protocol.LoadDone, too, are explained there."""
 
     spec: LoadModel
     chunks: IntArray
@@ -61,8 +62,8 @@ class LoadTask:
 
 
 class LocksMasks(Protocol):
-    """Registers memory that holds token masks with a device's driver (page-locks it), so that the device can copy the masks without
-    the host's help."""
+    """Registers memory that holds masks (one bit for each token of the vocabulary: whether it may be sampled) with a device's
+    driver. This page-locks the memory, so that the device can copy the masks without the host's help."""
 
     def lock_masks(self, bits: npt.NDArray[np.uint32]) -> LockedMasks | None:
         """Registers the memory of M masks, `bits` [M, W], W words each; it begins at a page boundary. Returns the registered masks,

@@ -32,9 +32,9 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Sets how many rows, beginning with the first, are exchanged from now on, also by recorded programs. num_tokens: number of
-        rows of tensors that are passed to `sum` and `share_first`. num_rows: the same for tensors that are passed to `gather`.
-        Further rows are padding."""
+        """Sets how many rows, beginning with the first, are exchanged from now on, also when recorded steps run again. num_tokens:
+        number of rows of tensors that are passed to `sum` and `share_first`. num_rows: the same for tensors that are passed to
+        `gather`. Further rows are padding."""
         ...
 
     def sum(self, x: Tensor) -> None:
@@ -53,6 +53,6 @@ class Ranks(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises GroupBroken if the group has lost a device. Called at the end of each step: the exchanges within the step may be
-        repeated by a recorded program, in which they cannot raise."""
+        """Raises GroupBroken if the group has lost a device. Called at the end of each step, because the exchanges within a
+        recorded step that runs again cannot raise."""
         ...

@@ -24,8 +24,8 @@ class Stages(Protocol):
         ...
 
     def count(self, num_tokens: int) -> None:
-        """Sets how many rows, beginning with the first, `receive` and `send` transfer from now on, also in recorded programs.
-        Further rows are padding."""
+        """Sets how many rows, beginning with the first, `receive` and `send` transfer from now on, also when recorded steps run
+        again. Further rows are padding."""
         ...
 
     def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
