@@ -157,9 +157,9 @@ def _narrow(schema: Schema) -> bool:
 
 
 def _hold_bounds(place: str, node: Schema) -> bool:
-    """Replaces each numeric bound of one schema that llguidance cannot represent exactly by an inclusive bound: the next number
-    inside that llguidance can represent. Returns whether any bound was replaced. place: JSON pointer to the schema, for errors.
-    Raises ValueError for bounds that are not numbers or are too large."""
+    """Replaces each numeric bound of one schema that llguidance cannot represent exactly by an inclusive bound: the nearest number
+    that llguidance can represent and that the original bound allows. Returns whether any bound was replaced. place: JSON pointer to
+    the schema, for errors. Raises ValueError for bounds that are not numbers or are too large."""
     changed = False
     for key, (is_lower, is_exclusive) in _BOUNDS.items():
         if key not in node:
@@ -202,8 +202,9 @@ def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
 
 
 def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
-    """Returns the inclusive bound that replaces the exclusive bound at `key` of a schema: the next number inside that llguidance
-    can represent exactly, or the next whole number if the schema is of type integer. is_lower: whether it is a lower bound."""
+    """Returns the inclusive bound that replaces the exclusive bound at `key` of a schema: the nearest number that llguidance can
+    represent exactly and that the exclusive bound allows, or the nearest such whole number if the schema is of type integer.
+    is_lower: whether it is a lower bound."""
     given, context = Decimal(repr(node[key])), _UP if is_lower else _DOWN
     if node.get("type") == "integer":
         bound = given.to_integral_value(ROUND_FLOOR) + 1 if is_lower else given.to_integral_value(ROUND_CEILING) - 1

@@ -78,10 +78,10 @@ class Matchers:
             raise GrammarError("its tokenizer.json is of a kind that grammars cannot be followed with") from None
 
     def start(self, row: int, grammar: str, output: list[int], text_id: str = "") -> tuple[Matcher, bool]:
-        """Returns a matcher of this grammar, advanced by the tokens in `output`, and whether its text is complete. The caller then
-        passes the matcher to `add`. Unless the text is complete, the mask of the tokens allowed next is written to row `row`.
-        text_id: identifies the version of the tokenizer's files; if it is new, the files are read again. Raises GrammarError if the
-        grammar cannot be followed."""
+        """Returns a matcher of this grammar, advanced by the tokens in `output` (the request's output so far), and whether the
+        request's text is complete. The caller then passes the matcher to `add`. Unless the text is complete, the mask of the tokens
+        allowed next is written to shared memory as mask 0 of the row `row`. text_id: identifies the version of the tokenizer's
+        files; if it is new, the files are read again. Raises GrammarError if the grammar cannot be followed."""
         if text_id not in self._text_ids:  # matchers that are there keep the tokenizer that they began with
             self._tokenizer = self._read()
             self._text_ids.add(text_id)
@@ -99,9 +99,9 @@ class Matchers:
         self._matchers[key] = matcher
 
     def advance(self, key: int, tokens: list[int]) -> bool | None:
-        """Advances a request's matcher by these tokens. Returns whether the text is complete, or None for an unknown key. Unless
-        the text is complete, the mask of the tokens allowed next is written. Raises GrammarError if the grammar cannot be followed
-        any further."""
+        """Advances a request's matcher by these tokens. Returns whether the request's text is complete, or None for an unknown key.
+        Unless the text is complete, the mask of the tokens allowed next is written to shared memory as the request's mask 0. Raises
+        GrammarError if the grammar cannot be followed any further."""
         matcher = self._matchers.get(key)
         if matcher is None:
             return None

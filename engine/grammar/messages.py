@@ -95,8 +95,8 @@ def row_bytes(vocab_size: int) -> int:
 
 
 def mask_number(row: int, at: int, num_rows: int) -> int:
-    """Returns the index, in the shared memory, of one of a request's masks. row: the request's row. at: the number of drafted
-    tokens that the mask comes after; 0: none. num_rows: how many requests can have masks at a time."""
+    """Returns the index, in the shared memory, of one of a request's masks. row: the request's number among the num_rows requests
+    that can have masks at a time. at: the number of drafted tokens that the mask comes after; 0: none."""
     return at * num_rows + row
 
 

@@ -27,7 +27,7 @@ Words = str | Callable[[re.Match[str]], str]
 def plain(reason: str, grammar: str) -> str:
     """Returns llguidance's message `reason` in plain words, for a Lark grammar with line and column. grammar: the client's grammar,
     with its kind (SamplingParams.grammar). If the words contain internal terms of llguidance that the client's grammar does not
-    contain, UNKNOWN is returned instead of them."""
+    contain, a general text (UNKNOWN) takes their place."""
     placed = re.match(r"(?:at )?([0-9]+)\(([0-9]+)\): (.*)", reason, re.DOTALL)
     place = ""
     if placed:
