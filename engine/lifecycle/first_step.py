@@ -32,8 +32,8 @@ class FirstStep:
     loaded, loaded_s: whether all weights have been loaded, and when (time.monotonic()).
     has_begun: whether the weights that the step needs first have been loaded.
     restored_tokens: number of tokens whose saved KV was restored.
-    waits_for: a load from the host tier, during which the step must not start; the step may start once the load rejects the copy in
-    the host tier and reads from disk. None: the step need not wait.
+    waits_for: the model's load, if the step must not start while this load copies the weights from the host tier; if the load
+    rejects that copy and reads from disk (source_rejected), the step may start. None: the step need not wait.
     deferred: messages to process when the step has ended."""
 
     served: ServedModel

@@ -33,7 +33,7 @@ class KVIndex(msgspec.Struct, frozen=True, array_like=True):
     keys: the blocks' keys, end to end.
     num_tokens: int32 [E], tokens in each block.
     present: uint8 [E, G], 1 if the block of this group is saved.
-    checksums: uint64, one for each 1 in `present`, in its order."""
+    checksums: uint64, the checksum of each saved block: one for each 1 in `present`, row by row."""
 
     fingerprint: str
     kv_dtype: str
@@ -50,14 +50,14 @@ _decoder = msgspec.msgpack.Decoder(KVIndex)
 
 @dataclass(slots=True)
 class KVTransfer:
-    """A copy of E blocks of one model with G KV groups between the device and the host tier. `run`, which may be called in any
-    thread, does the copying.
+    """The copying of E blocks of KV, each of G KV groups of one model, between the device and the host tier. `run`, which may be
+    called in any thread, does the copying.
     save: True: from the device to the host tier; False: back to the device.
     blocks [E, G]: numbers of blocks on the device, -1 where a group has none.
     pieces, expected, checksums: lists with one entry for each number in `blocks` that is not -1, row by row. pieces: the pieces of
-    the block, each with its places on the device and in a slot. expected: the checksum of the block in the index; empty for a copy
-    to the host tier. checksums: the checksum that the copy found.
-    num_lost_tokens: number of tokens whose KV is not saved."""
+    the block, each with its address on the device and its memory in a slot. expected: the checksum that the index gives for the
+    block; the list is empty if `save`. checksums: the checksum of the bytes that `run` has copied.
+    num_lost_tokens: number of computed tokens of running requests whose KV is not saved."""
 
     served: ServedModel
     keys: list[bytes]
@@ -94,8 +94,9 @@ class KVTransfer:
 
 
 def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:
-    """Returns a transfer, not yet run, that saves the most valuable KV of an evicted model to `slots` of the host tier. It copies
-    nothing if `tier` is None. Raises IndexError for a slot that does not exist."""
+    """Returns a transfer, not yet run, that saves KV of an evicted model to `slots` of the host tier, as much as they hold: first
+    that of its running requests, then that of waiting ones, then other cached prefixes. The transfer copies nothing if `tier` is
+    None. Raises IndexError for a slot that does not exist."""
     slot_bytes = tier.slot_bytes if tier is not None else 0
     found = kv_saving.select(served.scheduler, len(slots) * slot_bytes)
     pieces = _pieces(served.scheduler.kv, found.blocks, slots, tier, memory) if tier is not None and slots else []
@@ -107,7 +108,7 @@ def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, mem
 
 
 def index_of(done: KVTransfer) -> bytes:
-    """Returns the encoded index of the blocks that a transfer has saved; b"" if there are none, or if the copy failed. A later
+    """Returns the encoded index of the blocks that a transfer has saved; b"" if there are none, or if the transfer failed. A later
     LoadModel that contains the index restores the blocks."""
     if not done.keys or done.error is not None:
         return b""
@@ -127,8 +128,9 @@ def index_of(done: KVTransfer) -> bytes:
 
 
 def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer | None:
-    """Returns a transfer, not yet run, of saved KV from spec.kv_slots into free blocks; None if there is nothing to restore. None
-    is also returned, and the reason logged, if the index is invalid or belongs to other weights."""
+    """Returns a transfer, not yet run, that copies a model's saved KV from slots of the host tier (LoadModel.kv_slots) into free
+    blocks; None if there is nothing to restore. None is also returned, and the reason logged, if the index is invalid or belongs to
+    other weights."""
     spec, kv = served.spec, served.scheduler.kv
     if not spec.kv_index or tier is None:
         return None

@@ -114,7 +114,7 @@ class Lifecycle:
     # ---- reports of jobs
 
     def take(self) -> None:
-        """Processes everything that the threads of loads, first steps and copies have reported since the last call."""
+        """Processes everything that the threads of loads, first steps and transfers of KV have reported since the last call."""
         for item in self._loads.take():
             match item:
                 case LoadProgress():

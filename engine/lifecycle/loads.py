@@ -137,8 +137,8 @@ class Loads:
         self._begin(read, work, f"adapter {read.source.name}")
 
     def _begin(self, job: KVTransfer | AdapterRead, work: Callable[[], None], name: str) -> None:
-        """Starts a thread that calls `work`, which does a job and reports it. If there is no memory for the thread, the job is
-        reported with that error. name: the thread's name."""
+        """Starts a thread that calls `work`, which does the job and then reports it to the engine's loop. If there is no memory for
+        the thread, the job is reported with that error. name: the thread's name."""
         try:
             Thread(target=work, name=name).start()
         except MemoryError as error:
