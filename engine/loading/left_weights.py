@@ -23,8 +23,8 @@ log = logging.getLogger("engine")
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
     """Takes over the weights that an earlier load has left in the device's memory (task.left), if they are those that the load
     needs. The mapped range `weights` consists of the same chunks. Returns whether the size and the checksum of the weights are
-    right, and sets task.adopted if they are. Weights without a checksum are not checked: this engine process has left them itself,
-    and knows that nothing else has used their chunks.
+    right, and sets task.adopted if they are. Of weights without a checksum only the size is checked: this engine process has left
+    them itself, and knows that nothing else has used their chunks.
 
     gate: notified of the bytes whose checksum has been computed; None: no step waits for weights. Raises LoadCancelled if the load
     is cancelled."""

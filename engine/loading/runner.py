@@ -179,7 +179,10 @@ class TorchRunner:
         files: FileCalls,
     ) -> GroupShare:
         """Loads this device's share of a split model into the mapped range `weights`, and returns the share. Its KV gets an address
-        range of its own."""
+        range of its own. After an error both ranges are unmapped.
+        choice: has chosen packed or plain files, and has the reason. source: the opened checkpoint.
+        compilation: compiles the model's kernels while the weights are read.
+        files: the thread that opens and closes files."""
         spec, backend = task.spec, self.backend
         kv_chunks = [] if task.kv_chunks is None else task.kv_chunks.tolist()
         kv: WeightRange | None = None
@@ -216,8 +219,12 @@ class TorchRunner:
         files: FileCalls,
         shared: Sequence[SharedReads] = (),
     ) -> None:
-        """Fills the mapped range `weights`: from device or host memory if the weights are there, else from files. shared: memory
-        through which devices share reads; the other arguments are those of _read."""
+        """Fills the mapped range `weights` with the weights that `task` loads: with those that are in device or host memory
+        already, if there are any, else from files.
+        choice: has chosen packed or plain files, and has the reason. source: the opened checkpoint.
+        gate: notified of the bytes that have arrived; None: no step waits for them.
+        files: the thread that opens and closes files.
+        shared: memory through which the devices of a split model share what they read; (): they share nothing."""
         if not self._in_memory(task, weights, gate):
             self._read(task, choice, source, weights, gate, files, shared)
         task.weights_bytes = weights.num_bytes
@@ -243,9 +250,9 @@ class TorchRunner:
         files: FileCalls,
         shared: Sequence[SharedReads],
     ) -> None:
-        """Reads the weights from files into the range, and copies them to the host tier if the daemon asked for that. If packed
-        files are damaged and the model has plain files, too, all weights are read again from the plain files.
-        choice: knows why packed or plain files were chosen. source: the opened checkpoint.
+        """Reads the weights from files into the mapped range `weights`, and copies them to the host tier if the daemon asked for
+        that. If packed files are damaged and the model has plain files, too, all weights are read again from the plain files.
+        choice: has chosen packed or plain files, and has the reason. source: the opened checkpoint.
         gate: notified of the bytes that have arrived; None: no step waits for them.
         files: the thread that opens and closes files.
         shared: memory through which the devices of a split model share what they read; (): they share nothing."""
@@ -300,8 +307,9 @@ class TorchRunner:
 
 
 def _open(spec: LoadModel, files: FileCalls, in_place: bool, **options: Any) -> OpenCheckpoint:
-    """Opens a model's checkpoint in the thread of `files`, and returns it. in_place, options: further arguments of open_checkpoint.
-    Raises what open_checkpoint raises, and LoadCancelled if the load is cancelled."""
+    """Opens a model's checkpoint in the thread of `files`, and returns it. in_place: whether reads may write directly into the
+    weights' memory. options: further keyword arguments of loader.reading.weight_stream.open_checkpoint. Raises what open_checkpoint
+    raises, and LoadCancelled if the load is cancelled."""
     options |= {"predicts": spec.predicts, "head": spec.head_path, "name": spec.model}
     try:
         return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, in_place, **options))

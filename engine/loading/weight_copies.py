@@ -106,7 +106,7 @@ class KeptCopy:
     readers nor a running step wait for it.
     places: the parts of the range that the read fills, as [begin, end) in bytes.
     cancelled: called between copies; the copying ends when it returns True.
-    several: copies several pieces in one call; None: pieces are copied one by one."""
+    several: a function that copies several pieces in one call; None: pieces are copied one by one."""
 
     def __init__(
         self,
