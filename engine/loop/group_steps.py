@@ -35,10 +35,10 @@ ASK_EVERY_S = 0.02
 
 class GroupSteps:
     """Runs the steps in one engine's queue in the exchange memory, which are steps of split models.
-    number: the engine's number.
+    number: the engine's number among the engines of the node.
     doorbell: an eventfd that other engines write to when they have added to the queue.
     models, journal: the engine's models and step journal.
-    stepped(model): called after each step that another engine leads."""
+    stepped(model): called with the model's name after each step that another engine leads."""
 
     def __init__(
         self,
@@ -50,7 +50,12 @@ class GroupSteps:
         stepped: Callable[[str], None],
         num_threads: int = 1,
     ) -> None:
-        """num_threads: number of threads that compute in this engine."""
+        """exchange: the exchange memory, which has the engine's queue.
+        number: the engine's number among the engines of the node.
+        doorbell: an eventfd that other engines write to, to wake this engine, when they have added to its queue.
+        models, journal: the engine's models and step journal.
+        stepped: called after each step that another engine leads, with the name of the step's model.
+        num_threads: number of threads that compute in this engine."""
         self._own_core = OwnCore(number, exchange.num_engines) if num_threads == 1 else None
         self._exchange, self._number, self._doorbell = exchange, number, doorbell
         self._models, self._journal, self._stepped = models, journal, stepped
@@ -90,18 +95,18 @@ class GroupSteps:
         return self._queue.comes_within(LINGER_S)
 
     def has_ended(self) -> bool:
-        """Returns, without waiting, whether this engine's device has ended all steps that other engines lead. Raises the device's
-        error, which ends this engine. This engine reads no results of such steps, so while it runs no steps of its own, it learns
-        of an error only by this call."""
+        """Returns, without waiting, whether this engine's device has ended all steps that it has begun for other engines, which
+        lead them. Raises the device's error, which ends this engine. This engine reads no results of such steps, so while it runs
+        no steps of its own, it learns of an error only by this call."""
         if self._followed:
             held = self._models.followed
             self._followed = [share for share in self._followed if held.get(share.name) is share and not share.has_ended()]
         return not self._followed
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
-        """Adds a step of a split model that this engine leads to the queues of all engines of its group, and returns it. This
-        engine computes its own part of the step when the step's result is asked for (PostedStep.wait). Raises GroupBroken if the
-        group has lost a device."""
+        """Adds a step of a split model that this engine leads to the queues of all engines of its group, and returns the posted
+        step. This engine computes its own part of the step when the step's result is asked for (PostedStep.wait). Raises
+        GroupBroken if the group has lost a device."""
         if not share.region.post(plan):
             raise GroupBroken(f"model {share.name}: its group has lost a device")
         step = PostedStep(self, share, plan, table)

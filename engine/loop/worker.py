@@ -218,8 +218,8 @@ class Engine:
         so on. If no model has one, waits for the result of the oldest step under way. busy: the models that may have a step to run.
 
         A model without a step to run, and without steps under way, no longer counts as busy. A model whose steps are all in other
-        stages of a pipeline still counts: the other models keep within their turns, because it is asked again after each of their
-        steps."""
+        stages of a pipeline still counts as busy: it is asked again after each step of another model, so these steps must not take
+        longer than turns allow."""
         asked = busy
         while asked and (name := self.models.next(asked)) is not None:
             if self._step(name, busy):
@@ -232,9 +232,9 @@ class Engine:
 
     def _step(self, name: str, busy: list[str]) -> bool:
         """Starts one step of a model. Then waits for results of the model's steps under way (launched, without a result yet), the
-        oldest first, until there are at most most_under_way of them. Returns False if it could neither start a step nor process a
-        result: the model has no step to run, or its steps are in other stages of a pipeline while other models are busy. busy: the
-        models that share the device's time."""
+        oldest first, until no more are under way than the model allows (ServedModel.most_under_way). Returns False if it could
+        neither start a step nor process a result: the model has no step to run, or its steps are in other stages of a pipeline
+        while other models are busy. busy: the models that share the device's time."""
         embedder = self.models.embedders.get(name)
         if embedder is not None:
             self._end_on_device()
@@ -332,7 +332,8 @@ class Engine:
 
     def _broke(self, share: GroupShare, error: GroupBroken) -> None:
         """Drops the requests of a split model that has lost one of its devices. No message about the requests is sent: the daemon
-        still has them, as it has those of an evicted model. error: what was raised."""
+        still has them, as it has those of an evicted model. share: this device's share of the model. error: the exception by which
+        the loss was noticed."""
         broke(share, error)
         self._under_way = deque(step for step in self._under_way if step.served.share is not share)
         if self.groups is not None:
@@ -366,9 +367,9 @@ class Engine:
 
     def _end_up_to(self, last: StepUnderWay, busy: list[str], noted: bool = False) -> bool:
         """Waits for the step under way `last` and those before it, the oldest first, processes their results and returns True. If
-        only this device computes `last`, steps of split models are passed over. Returns False without waiting, if `last` has not
-        come to this device yet and other models are busy. busy: the models that share the device's time. noted: whether the journal
-        already has the requests and the expected time of these steps."""
+        only this device computes `last`, steps of split models are passed over. Returns False without waiting, if other models are
+        busy and this device cannot compute its part of `last` yet (StepUnderWay.waits). busy: the models that share the device's
+        time. noted: whether the journal already has the requests and the expected time of these steps."""
         if len(busy) > 1 and last.waits:
             return False
         step: StepUnderWay | None = None
