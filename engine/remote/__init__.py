@@ -1,2 +1,2 @@
-"""Runs stages of pipelines that this host leads on engines of other hosts (docs/hosts.md). On this host a proxy process takes the
-place of such an engine; on the other host a lender runs the engine."""
+"""Lets engines of other hosts run stages of the pipelines that this host leads (docs/hosts.md). On this host a proxy process takes
+the place of such an engine; on the other host a lender runs the engine."""

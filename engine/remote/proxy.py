@@ -265,7 +265,8 @@ class _Share:
 
 
 def step_frame(placement_id: int, number: int, plan: BatchPlan, reader: TableReader) -> Step:
-    """Returns the frame that sends a step to another host. number: the number of earlier steps of the model since its load. reader:
-    reads the plan's rows from the sequence table."""
+    """Returns the frame that sends a step of a split model to another host. placement_id: identifies the load of the model. number:
+    the number of earlier steps of the model since that load. plan: the step's plan. reader: reads the plan's rows from the sequence
+    table."""
     of_plan = (plan.slots.tobytes(), plan.num_computed.tobytes(), plan.num_new.tobytes(), plan.samples.tobytes())
     return Step(placement_id, number, plan.step_id, plan.all_decode, plan.drafted, *of_plan, *reader.read(plan))

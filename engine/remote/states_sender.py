@@ -17,7 +17,8 @@ log = logging.getLogger("engine")
 class StatesSender:
     """Sends the hidden states of each step, which the previous stage writes to this host's memory, to the next stage on another
     host, as frames and in a thread of its own.
-    link: the receiving end of the connection to the previous stage.
+    wire: the connection to the other host. placement_id: identifies the load of the model.
+    link: the place in this host's memory where the previous stage leaves its states (the receiving end).
     token_bytes: bytes of the states for each token.
     broken: called by the thread if the group breaks while it waits for states; may raise WireClosed."""
 
