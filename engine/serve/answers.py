@@ -17,7 +17,7 @@ def answer(
     served: ServedModel, plan: BatchPlan, result: StepResult, outcome: StepOutcome, asked: LongArray
 ) -> TokensOut | EmbeddingsOut:
     """Returns the message to the daemon about a step: TokensOut, or EmbeddingsOut if the model embeds texts.
-    outcome: what the scheduler has made of the step's result for each request.
+    outcome: the step's results as the scheduler has processed them: for each request its tokens, and whether it has ended.
     asked [N]: the request ids of the plan's N sampling rows, including requests that have ended since the plan; `outcome` does not
     have these. Read only if the model embeds texts."""
     name = served.spec.model
@@ -48,9 +48,9 @@ def answer(
 
 
 def of_first_tokens(told: TokenLogprobs, counts: Mapping[int, int]) -> TokenLogprobs | None:
-    """Returns log-probabilities of a step without those of tokens that do not count: of each request, only the first
-    counts[request_id] tokens count; later ones follow a rejected draft. Returns None if there are none. told: the log-probabilities
-    of all tokens of the step."""
+    """Returns a step's log-probabilities without those of tokens that do not count: of each request, only the first
+    counts[request_id] tokens count; later ones follow a rejected draft. Returns None if no token counts. told: the
+    log-probabilities of all tokens of the step."""
     left, ends = dict(counts), list(accumulate(told.counts))
     kept = []
     for at, request_id in enumerate(told.request_ids):

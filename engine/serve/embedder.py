@@ -72,10 +72,11 @@ class Embedder:
         return chosen
 
     def _tokens_of_turn(self, first: int) -> int:
-        """Returns how many tokens a step may have to take no longer than a turn (a model's time slice). If even the cheapest known
-        step takes longer, returns how many tokens a step may have to take little more than the cheapest or, if smaller steps have
-        not been measured yet, a smaller number in proportion. Returns 0 if no step has run yet. first: number of tokens of the
-        step's first text."""
+        """Returns how many tokens a step may have; 0 if no step has run yet. The step may take as long as a turn (a model's time
+        slice) or, if that is longer, 1.25 times as long as the cheapest measured step (NEARLY_FREE). If even the cheapest measured
+        step takes longer than a turn, and the first text is shorter than all measured steps, the result is the number of tokens of
+        the smallest measured step times the turn's length over the cheapest step's time. first: number of tokens of the step's
+        first text."""
         costs = self._costs
         fewest, least_s = costs.fewest_tokens, costs.least()
         if least_s > self.turn_s and costs.filled(first) < fewest:  # whether fewer tokens take less time has not been measured yet

@@ -19,8 +19,8 @@ _BOUNDED = ("window", "chunked", "state")
 
 def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
     """Returns a new KV cache of a model, which takes chunks from `chunks`. groups: the model's KV groups, among which the chunks
-    reserved for the model are divided (split_reserve). Raises MemoryError if the reserved chunks are not free, ValueError for KV
-    groups that this engine cannot hold."""
+    reserved for the model are divided (split_reserve). max_num_batched_tokens: most tokens of one step. Raises MemoryError if the
+    reserved chunks are not free, ValueError for KV groups that this engine cannot hold."""
     for group in groups:
         if group.kind not in KINDS or (group.kind in _BOUNDED) != (group.window_tokens > 0):
             raise ValueError(

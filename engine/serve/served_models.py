@@ -382,8 +382,9 @@ class ServedModels:
 
     def set_lease(self, lease_chunks: int) -> None:
         """Sets the KV lease: how many chunks all models together may use beyond those that are reserved for them. If more are in
-        use, chunks are freed until the lease is kept. In this order: idle adapters are dropped, sparse chunks are emptied, cached
-        prefixes are dropped, the newest sequences are preempted (whose adapters may then be idle and are dropped, too)."""
+        use, chunks are freed until the lease is kept. In this order: idle adapters are dropped, chunks with few used blocks are
+        emptied by moving these blocks to other chunks, cached prefixes are dropped, the newest sequences are preempted (whose
+        adapters may then be idle and are dropped, too)."""
         self.chunks.set_lease(lease_chunks)
         self._give_up_idle_adapters(-self.chunks.room_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.num_drawn_chunks]
@@ -469,8 +470,9 @@ class ServedModels:
 
     def _reclaim(self, wanting: str, num_chunks: int, for_kv: bool = True) -> int:
         """Frees up to num_chunks chunks for the model `wanting`: drops idle adapters of any model that requests have used, then
-        empties sparse chunks of other models, then drops other models' cached prefixes. for_kv: whether the chunks are for KV; if
-        True, idle adapters that no request has used yet are dropped last. Returns how many chunks became free for the KV lease."""
+        empties chunks of other models that have few used blocks, by moving these blocks to other chunks, then drops other models'
+        cached prefixes. for_kv: whether the chunks are for KV; if True, idle adapters that no request has used yet are dropped
+        last. Returns how many chunks became free for the KV lease."""
         given = self._give_up_idle_adapters(num_chunks, new_ones=False)
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():
