@@ -49,8 +49,9 @@ def main() -> None:
 
 
 def run(control_fd: int, runner: str, cache_dir: str) -> None:
-    """Serves the daemon until its end of the socket is closed. runner, cache_dir: the engines' implementation (torch or null) and
-    folder of compiled kernels, as in protocol.Configure."""
+    """Forks an engine for each request of the daemon, until the daemon closes its end of the socket. control_fd: this process's end
+    of the socket. runner: what runs the models, torch or null; what engines of this kind need is imported before the first request.
+    cache_dir: the folder of compiled kernels. Both are as in protocol.Configure."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in engines
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_process("fork server")
