@@ -115,7 +115,8 @@ class GroupForm(NamedTuple):
 class RegionSizes(NamedTuple):
     """The numbers that determine the size of a group's region.
     num_ranks: number of devices.
-    max_sequences, max_model_len: the model's limits, as in LoadModel.
+    max_sequences: most sequences of the model that run at a time.
+    max_model_len: most tokens of one sequence.
     block_tokens: number of tokens in a KV block.
     num_kv_groups: number of KV groups of the model (loader/shapes/kv_layout.py).
     num_stages: number of pipeline stages into which the model's layers are divided.
@@ -218,9 +219,9 @@ class Exchange:
         return self._lock
 
     def post(self, members: Sequence[int], region: int) -> bool:
-        """Appends a region to the queues of a group's members once, so that all of them run the group's next step, and returns
-        True. Returns False, and posts nothing, if the group is broken. Raises ExchangeFull if a queue is full. members: the
-        engines' numbers, the caller's first."""
+        """Appends one entry, the offset of a group's region, to the queue of each member of the group, so that all of them run the
+        group's next step, and returns True. Returns False, and posts nothing, if the group is broken. Raises ExchangeFull if a
+        queue is full. members: the engines' numbers, the caller's first."""
         return Poster(self, members, region).post()
 
     def queue(self, number: int) -> EngineQueue:
@@ -238,8 +239,8 @@ class Exchange:
                     words[self._entry(number, at)] = NOTHING
 
     def reset(self, number: int) -> None:
-        """Removes all entries from an engine's queue. A new engine calls it before its first message, because an earlier engine
-        with the same number may have left entries there."""
+        """Removes all entries from an engine's queue. A new engine calls it before it sends its first message to the daemon,
+        because an earlier engine with the same number may have left entries in the queue."""
         words, queue = self._words, self._queue(number)
         with self.locked():
             words[queue + _TAKEN] = words[queue]
@@ -289,8 +290,9 @@ class EngineQueue:
         self._taken, self._ring = begin + _TAKEN, begin + _RING
 
     def take(self, but: Container[int] = ()) -> int | None:
-        """Removes the next entry from the queue, and returns its region. Returns None if there is no entry, or if the next entry's
-        region is in `but`, which leaves the entry in the queue. Entries of groups that the engine has left are skipped."""
+        """Removes the next entry from the queue and returns it: the offset of the region of the group whose step is to run. Returns
+        None if there is no entry, or if the next entry is in `but`; that entry stays in the queue. Entries of groups that the
+        engine has left are skipped."""
         words = self._words
         while (tail := words[self._taken]) < words[self._posted]:
             self._fence.order()

@@ -379,7 +379,7 @@ class TokensOut(Message, frozen=True):
     """The tokens of one step of one model.
     ids: the tokens of request_ids[0], then those of request_ids[1], and so on; the end id that stopped a sequence is among them.
     counts: for each request, the number of its tokens in `ids`; empty if every request got exactly one.
-    finish: for each request, how it ended (FINISH_...); empty if none ended."""
+    finish: for each request, FINISH_NONE if it goes on, else how it ended (FINISH_STOP, …); empty if none ended."""
 
     model: str
     step_id: int
@@ -525,13 +525,14 @@ def encode(message: Message) -> bytes:
 
 
 def encode_held(weights: list[WeightsHeld]) -> bytes:
-    """Returns the weights as bytes: the note that the daemon passes to the next engine together with the descriptors of the memory
-    that holds them (engine/memory/handles.py)."""
+    """Returns the records of the weights that an engine leaves in device memory, as bytes. The daemon passes these bytes, the note,
+    to the next engine together with the descriptors of the memory (engine/memory/handles.py)."""
     return _encoder.encode(weights)
 
 
 def decode_held(note: bytes) -> list[WeightsHeld]:
-    """Returns the weights in a note that encode_held made; [] for an empty note. Raises msgspec.DecodeError for any other note."""
+    """Returns the records of weights in device memory from a note that encode_held made; [] for an empty note. Raises
+    msgspec.DecodeError for any other note."""
     return _held_decoder.decode(note) if note else []
 
 
