@@ -37,7 +37,7 @@ def variables_of(threads: int, gpu: str) -> dict[str, str]:
 def describe(code: int | None) -> str:
     """Returns in words how an engine ended. code: what EngineProcess.wait has returned."""
     if code is None:
-        return "ended, and so has the process that could tell why"
+        return "ended, and the process that could tell why has ended, too, or hangs"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

@@ -177,11 +177,17 @@ def _reap_at_end(process: subprocess.Popen[bytes]) -> None:
 def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
     """Waits until the fork server's process ends, and then takes its exit status at once, so that no zombie process remains. pidfd:
     a descriptor of the process, which is closed."""
-    ended = select.poll()
-    ended.register(pidfd, select.POLLIN)
-    ended.poll()
+    _readable(pidfd)
     os.close(pidfd)
     process.poll()
+
+
+def _readable(descriptor: int, limit_s: float | None = None) -> bool:
+    """Waits until a descriptor can be read, or limit_s seconds have passed (None: no limit), and returns whether it can. A pipe
+    without a writer, and the pidfd of a process that has ended, can be read."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(None if limit_s is None else limit_s * 1e3))
 
 
 class _Gone(Exception):
@@ -204,6 +210,9 @@ class _ForkedEngine:
         send_signal(self.pidfd, SHOW_THREADS)
 
     def wait(self) -> int | None:
+        _readable(self.pidfd)
+        if not _readable(self._ended_fd, ANSWER_LIMIT_S):  # the server hangs, and the next call to it replaces it
+            return None
         told = os.read(self._ended_fd, 16)  # nothing to read if the server has ended
         return int(told) if told else None
 

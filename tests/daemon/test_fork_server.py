@@ -169,6 +169,17 @@ async def test_a_server_that_hangs_is_replaced(server: ForkServer, monkeypatch: 
         await engine.ended()
 
 
+async def test_the_end_of_an_engine_is_known_while_the_server_hangs(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_client, "ANSWER_LIMIT_S", 0.3)
+    first = await Forked.by(server)
+    parent_of(first.process).suspend()
+    first.process.kill()
+    assert (await first.ended())[0] is None, "nobody can tell"
+    second = await Forked.by(server)
+    second.channel.close()
+    assert await second.ended() == (0, "")
+
+
 async def test_one_that_is_stopped_while_it_starts_keeps_nobody_waiting(server: ForkServer) -> None:
     forked = asyncio.ensure_future(Forked.by(server))
     await asyncio.sleep(0.05)
