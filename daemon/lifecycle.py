@@ -75,6 +75,7 @@ SEND_LIMIT_S = 10.0  # how long clients may take to read their last bytes, but n
 JUST_NOW_S = 10.0
 RESTART_SIGNAL = signal.SIGUSR2  # the unit's RestartKillSignal: a stop that another start follows at once
 TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
+WORK_END_S = 5.0  # how long work beside the loop may go on after the last step of the stop
 
 
 class DaemonRun:
@@ -542,10 +543,15 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        # its end gives back the memory for the thread that the runner starts to end a loop's executor
-        with ReadyThreads("work beside the loop") as threads, contextlib.closing(StallReport()):
-            asyncio.get_running_loop().set_default_executor(threads)
-            return await DaemonRun(config, devices, config_path, flags, files, inventory, forks).run()
+        threads = ReadyThreads("work beside the loop")
+        asyncio.get_running_loop().set_default_executor(threads)
+        with contextlib.closing(StallReport()):
+            code = await DaemonRun(config, devices, config_path, flags, files, inventory, forks).run()
+        # their end gives back the memory for the thread that the runner starts to end a loop's executor
+        if num_hung := threads.end(WORK_END_S):
+            log.error("calls of a disk, a driver or another process that do not return: %d; hearthd ends without them", num_hung)
+            os._exit(code)  # all else has been stopped, and only the end of the process ends such a call
+        return code
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

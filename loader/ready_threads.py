@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 MOST_THREADS, MORE_THAN_CORES = 32, 4  # as for asyncio's own executor
@@ -32,3 +33,12 @@ class ReadyThreads(ThreadPoolExecutor):
             self.shutdown(wait=False, cancel_futures=True)
             raise OSError(f"threads for {name}: {error}") from None
         all_begun.wait()
+
+    def end(self, limit_s: float) -> int:
+        """Takes no more jobs, and waits until those that there are have been done, but at most limit_s seconds. Returns how many
+        threads have not ended then; Python's own end of the process would wait for them without limit."""
+        self.shutdown(wait=False)
+        until_s = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        return sum(thread.is_alive() for thread in self._threads)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +72,30 @@ raise SystemExit(lifecycle.serve(NodeConfig(), [], None, {}, NamedFiles(None, No
 def test_a_daemon_without_memory_for_a_thread_works_on_and_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", NO_MEMORY_FOR_A_THREAD], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+HUNG_CALL = """
+import asyncio, os, sys
+from config.schema import NodeConfig
+from daemon import lifecycle
+from daemon.operate.named_files import NamedFiles
+
+class Run:
+    def __init__(self, *about): ...
+
+    async def run(self):
+        asyncio.get_running_loop().run_in_executor(None, os.open, sys.argv[1], os.O_WRONLY)
+        return 0
+
+lifecycle.WORK_END_S = 0.2
+lifecycle.DaemonRun = Run
+raise SystemExit(lifecycle.serve(NodeConfig(), [], None, {}, NamedFiles(None, None, {}, {})))
+"""
+
+
+def test_a_call_that_never_returns_does_not_keep_the_daemon_from_ending(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hangs")  # opening it waits for a reader
+    command = [sys.executable, "-c", HUNG_CALL, str(tmp_path / "hangs")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = "calls of a disk, a driver or another process that do not return: 1; hearthd ends without them\n"
+    assert (ended.returncode, ended.stderr) == (0, told)

@@ -36,3 +36,16 @@ def test_a_thread_that_the_system_refuses_leaves_none(monkeypatch: pytest.Monkey
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_the_end_waits_for_jobs_but_not_for_ever() -> None:
+    done, never = threading.Event(), threading.Event()
+    ready = ReadyThreads("ready", 2)
+    ready.submit(done.set)
+    assert ready.end(60.0) == 0
+    assert done.is_set()
+    ready = ReadyThreads("ready", 2)
+    ready.submit(never.wait)
+    assert ready.end(0.0) >= 1
+    never.set()
+    assert ready.end(60.0) == 0
