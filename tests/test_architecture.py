@@ -100,6 +100,7 @@ ROOM_ORDER = {
 MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__
 # who may start a task by itself, (module, function): what bounds it, and who is told of its error
 BOUNDED_TASKS = {
+    ("daemon.gpu.question", "ask"): "one question to the driver, which all who ask await",
     ("daemon.http.acceptor", "_take"): "a connection's TLS handshake, which has a limit",
     ("daemon.lifecycle", "_let_end"): "waits for an event while the stop waits for requests, at most drain_timeout_s",
     ("daemon.operate.control", "_pass_on"): "waits for the next line of one operator's connection",

@@ -38,6 +38,7 @@ from daemon.engines.workers import EngineSpec, EngineWorker, LentBy
 from daemon.errors import BadRequest, HearthError, from_refusal
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
+from daemon.gpu.question import GpuQuestion
 from daemon.gpu.watch import GpuWatch
 from daemon.http.tls import Tls
 from daemon.metrics.counters import Metrics
@@ -117,6 +118,7 @@ class NodeParts:
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
+        self._gpus = GpuQuestion(self.inventory)
         self.tasks = LongTasks()
         self.state_keeper = StateKeeper(state, self.tasks)
         self.settings = LiveSettings(config, sources or Sources(None, {}))
@@ -269,7 +271,7 @@ class NodeParts:
 
     async def gpu_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of `hearth gpus`, one for each GPU of the machine. Raises NoGpus if the driver cannot be asked."""
-        return rows_of(await asyncio.to_thread(self.inventory.gpus), self.devices, self.gpu_watch.xids)
+        return rows_of(await self._gpus.ask(), self.devices, self.gpu_watch.xids)
 
     # ---- models
 

@@ -8,6 +8,7 @@ import queue
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ import pytest
 
 from config.devices import NoGpus
 from config.schema import DeviceBudget
+from daemon.gpu import question
 from daemon.gpu.inventory import Gpu, GpuFault, GpuProcess, holders, remarks, rows_of, why_no_memory
 from daemon.gpu.nvml import Nvml
+from daemon.gpu.question import GpuQuestion
 from daemon.gpu.watch import GpuWatch
 from tests.daemon.no_thread import no_thread
 
@@ -83,6 +86,29 @@ async def test_faults_are_told_on_the_loop_of_the_nodes_gpus_only() -> None:
     assert told == [("cuda:0", 13), ("cuda:0", 48), ("cuda:0", 79)], "a GPU that is not there any more is the lost one"
     assert watch.xids == {"GPU-a": [13, 48, 79], "GPU-b": [79]}
     assert [GpuFault("", xid).is_fatal for xid in (13, 31, 43, 48, 79, 119)] == [False, False, False, True, True, True]
+
+
+async def test_a_driver_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(question, "ANSWER_LIMIT_S", 0.2)
+    answers, num_asked = threading.Event(), 0
+
+    class Hanging(Scripted):
+        def gpus(self) -> Sequence[Gpu]:
+            nonlocal num_asked
+            num_asked += 1
+            answers.wait(60)
+            return super().gpus()
+
+    asked = GpuQuestion(Hanging([]))
+    for _ in range(2):
+        with pytest.raises(NoGpus, match=r"the driver does not answer within 0\.2 s"):
+            await asked.ask()
+    assert num_asked == 1
+    answers.set()
+    monkeypatch.setattr(question, "ANSWER_LIMIT_S", 60.0)
+    assert list(await asyncio.gather(asked.ask(), asked.ask())) == [[], []]
+    with pytest.raises(NoGpus, match="gone"):
+        await GpuQuestion(Scripted("gone")).ask()
 
 
 async def test_no_thread_to_listen_with(caplog: pytest.LogCaptureFixture) -> None:
