@@ -389,7 +389,9 @@ class DaemonRun:
         source = self._config_path if self._config_path and "device" not in self._flags else "flags"
         try:
             new = config_load.load(self._config_path, self._flags)
-            devices = device_budgets(new, machine_memory_bytes(), source, partial(memories, self._inventory))
+            # in a thread, because a driver may never answer while a GPU has a fault
+            gpus = partial(memories, self._inventory)
+            devices = await asyncio.to_thread(device_budgets, new, machine_memory_bytes(), source, gpus)
             new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
             files = named_files.read(plan.effective, self._config_path, self._flags)

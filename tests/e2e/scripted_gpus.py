@@ -1,7 +1,7 @@
 """GPUs as a file describes them, for nodes without any: `python -m tests.e2e.scripted_gpus FILE …` is hearthd with those.
 
 The file is JSON, {"gpus": [fields of daemon.gpu.inventory.Gpu], "faults": [[uuid, xid]]}, read again at each question; faults are
-told once, in order.
+told once, in order. "hangs": a named pipe; a question for the GPUs waits until somebody has opened it for writing and closed it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class ScriptedGpus:
         content = self._read()
         if "no_driver" in content:
             raise NoGpus(content["no_driver"])
+        if "hangs" in content:
+            Path(content["hangs"]).read_bytes()
         return msgspec.convert(content["gpus"], list[Gpu])
 
     def next_fault(self, timeout_s: float) -> GpuFault | None:

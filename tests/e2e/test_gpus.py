@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from daemon.process.installation import BINDINGS, is_there
+from loader.ready_threads import MOST_THREADS
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
@@ -105,6 +110,33 @@ def test_a_cuda_device_without_a_driver_is_an_error_that_says_so(tmp_path: Path)
     ended = subprocess.run(node.command(), capture_output=True, text=True, timeout=60, env=environment())
     assert ended.returncode == 2
     assert "device: 'cuda:0': NVIDIA's driver cannot be asked: Driver Not Loaded" in ended.stderr
+
+
+def test_a_driver_that_does_not_answer_keeps_nothing_else_waiting(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    node, described = make_node(tmp_path / "n", devices=["cuda:0"])
+    os.mkfifo(pipe := tmp_path / "hangs")
+
+    def reader_let_go() -> int:
+        """Returns the pipe's other end as soon as somebody reads the pipe, who then waits for its close; else 0."""
+        with contextlib.suppress(OSError):
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        return 0
+
+    with node, ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+        describe(described, hangs=str(pipe))
+        reloading = pool.submit(node.cli, "reload")
+        stack.callback(os.close, node.wait_for(reader_let_go, "a question to the driver"))
+        stack.callback(describe, described)
+        for _ in range(MOST_THREADS + 1):
+            asking = stack.enter_context(socket.socket(socket.AF_UNIX))
+            asking.connect(node.control)
+            asking.sendall(b"GET /control/v1/gpus HTTP/1.1\r\nHost: hearthd\r\n\r\n")
+        pinned = pool.submit(node.cli, "pin", "a").result()  # which is saved in a thread
+        assert pinned.returncode == 0, pinned.stderr
+        assert node.get("/healthz")[0] == 200
+        assert not reloading.done()
+    assert reloading.result().returncode == 0
 
 
 def test_fp8_kv_takes_what_it_is_sized_for(tmp_path: Path) -> None:
