@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -79,8 +80,17 @@ class ForkServer:
     async def fork(self, name: str, arguments: Sequence[str], descriptors: Sequence[int]) -> EngineProcess:
         """Returns a new engine process. name: the process's name. arguments: its command-line arguments. descriptors: the file
         descriptors that it inherits, which the arguments name. Raises OSError if the server cannot be reached or refuses."""
-        own = [os.dup(descriptor) for descriptor in descriptors]  # the caller may be cancelled and close its descriptors
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._fork, name, arguments, descriptors, own)
+        request, own = ForkEngine(name, list(arguments), list(descriptors)), _copies(descriptors)  # the caller may be cancelled
+        try:
+            forking = asyncio.get_running_loop().run_in_executor(self._thread, self._fork, request, own)
+        except BaseException:
+            _close(own)
+            raise
+        try:
+            return await asyncio.shield(forking)  # a cancelled call would not close its descriptors
+        except asyncio.CancelledError:
+            forking.add_done_callback(_give_up)
+            raise
 
     async def end(self) -> None:
         """Ends the server, which is not started again. Engines live on until their own sockets are closed."""
@@ -94,29 +104,27 @@ class ForkServer:
 
     # ---- in the thread
 
-    def _fork(self, name: str, arguments: Sequence[str], numbers: Sequence[int], descriptors: Sequence[int]) -> EngineProcess:
+    def _fork(self, request: ForkEngine, descriptors: Sequence[int]) -> EngineProcess:
         try:
             for is_last in (False, True):
                 self._start_if_gone()
                 try:
-                    return self._ask(ForkEngine(name, list(arguments), list(numbers)), descriptors)
+                    return self._ask(request, descriptors)
                 except _Gone as gone:
                     self._end()
                     log.warning("the fork server of engines %s", gone)
                     if is_last:
                         raise OSError(f"the fork server of engines {gone}") from None
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            _close(descriptors)
         raise AssertionError("not reached")
 
     def _ask(self, request: ForkEngine, descriptors: Sequence[int]) -> EngineProcess:
         """Sends a request to the server and returns the engine that it has forked. descriptors: the file descriptors for the
-        engine. Raises _Gone if the server does not answer, OSError if it refuses."""
+        engine. Raises _Gone if the server does not answer, OSError if it refuses or this process may open no more files."""
         assert self._control is not None
-        ended, ended_end = os.pipe()
-        stderr, stderr_end = os.pipe()
-        try:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            (ended, ended_end), (stderr, stderr_end) = _pipe(ours, theirs), _pipe(ours, theirs)
             try:
                 socket.send_fds(self._control, [msgspec.msgpack.encode(request)], [ended_end, stderr_end, *descriptors])
                 data, received, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
@@ -130,14 +138,10 @@ class ForkServer:
             answer = msgspec.msgpack.decode(data, type=Forked)
             if answer.problem:
                 raise OSError(answer.problem)
-        except BaseException:
-            os.close(ended)
-            os.close(stderr)
-            raise
-        finally:
-            os.close(ended_end)
-            os.close(stderr_end)
-        return _ForkedEngine(answer.pid, received[0], ended, stderr)
+            if not received:  # the engine ends with its channel, which the caller closes
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            ours.pop_all()
+            return _ForkedEngine(answer.pid, received[0], ended, stderr)
 
     def _start_if_gone(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -161,6 +165,39 @@ class ForkServer:
         if self._process is not None:
             socket_child.wait(self._process, STOP_LIMIT_S, self._process.kill)  # it may still be importing, or hang
         self._control = self._process = None
+
+
+def _copies(descriptors: Sequence[int]) -> list[int]:
+    """Returns duplicates of the descriptors. Raises OSError if this process may open no more files; none is left then."""
+    copies = []
+    with contextlib.ExitStack() as opened:
+        for descriptor in descriptors:
+            copies.append(os.dup(descriptor))
+            opened.callback(os.close, copies[-1])
+        opened.pop_all()
+    return copies
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _give_up(forking: asyncio.Future[EngineProcess]) -> None:
+    """Ends the engine that a call has forked of which nobody waits for the result any more."""
+    if not forking.cancelled() and forking.exception() is None:
+        process = forking.result()
+        process.kill()
+        process.stderr.close()
+        process.close()
+
+
+def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
+    """Returns a new pipe's descriptors for reading and for writing, which are closed with these stacks. Raises OSError."""
+    pipe = os.pipe()
+    for stack, descriptor in zip((reading, writing), pipe, strict=True):
+        stack.callback(os.close, descriptor)
+    return pipe
 
 
 def _reap_at_end(process: subprocess.Popen[bytes]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -51,7 +55,7 @@ class Forked:
         try:
             own = ["--channel-fd", str(numbers[0]), "--journal-fd", str(journal), *arguments]
             return cls(await server.fork(name, own, numbers), ours)
-        except OSError:
+        except BaseException:
             ours.close()
             raise
         finally:
@@ -178,6 +182,66 @@ async def test_the_end_of_an_engine_is_known_while_the_server_hangs(server: Fork
     second = await Forked.by(server)
     second.channel.close()
     assert await second.ended() == (0, "")
+
+
+async def test_a_cancelled_call_leaves_neither_descriptors_nor_an_engine(server: ForkServer) -> None:
+    engine = await Forked.by(server)
+    parent, opened, queue = parent_of(engine.process), len(os.listdir("/proc/self/fd")), server._thread._work_queue
+    for began in (False, True):  # the thread is busy with another call, or with this one
+        busy = threading.Event()
+        waiting = server._thread.submit(busy.wait, 60)
+        if began:
+            parent.suspend()
+            busy.set()
+            waiting.result(60)
+        forked = asyncio.ensure_future(Forked.by(server))
+        await asyncio.sleep(0)
+        if began:
+            await asyncio.to_thread(wait_until, queue.empty)
+        forked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forked
+        busy.set()
+        parent.resume()
+        await asyncio.wrap_future(server._thread.submit(int))  # the call has ended
+        await asyncio.sleep(0)
+        await asyncio.to_thread(wait_until, lambda: len(parent.children()) == 1)
+        assert len(os.listdir("/proc/self/fd")) == opened
+    engine.channel.close()
+    assert await engine.ended() == (0, "")
+
+
+@pytest.mark.parametrize("lacking", ["copy", "pipe", "pidfd"])
+async def test_no_descriptors_are_left_where_one_is_lacking(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    engine = await Forked.by(server)
+    opened, calls = len(os.listdir("/proc/self/fd")), itertools.count()
+
+    def second_refused(call: Callable[..., Any], *arguments: Any) -> Any:
+        if next(calls) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return call(*arguments)
+
+    def without_descriptors(sock: socket.socket, *sizes: int) -> tuple[bytes, list[int], int, Any]:
+        data, received, flags, address = receive(sock, *sizes)  # the kernel drops those for which there is no number
+        for descriptor in received:
+            os.close(descriptor)
+        return data, [], flags, address
+
+    receive = socket.recv_fds
+    with monkeypatch.context() as patched:
+        if lacking == "copy":
+            patched.setattr(os, "dup", partial(second_refused, os.dup))
+        elif lacking == "pipe":
+            patched.setattr(os, "pipe", partial(second_refused, os.pipe))
+        else:
+            patched.setattr(socket, "recv_fds", without_descriptors)
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            await Forked.by(server)
+    assert len(os.listdir("/proc/self/fd")) == opened
+    engine.channel.close()
+    assert await engine.ended() == (0, "")
 
 
 async def test_one_that_is_stopped_while_it_starts_keeps_nobody_waiting(server: ForkServer) -> None:
