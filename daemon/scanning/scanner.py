@@ -265,6 +265,9 @@ class _Process(asyncio.Protocol):
         timer = loop.create_task(self._watch(limit_s))
         try:
             return await self._answer
+        except asyncio.CancelledError:
+            self.kill()  # it goes on, and its answer would be taken for that of the next scan
+            raise
         finally:
             timer.cancel()
             self._answer = None

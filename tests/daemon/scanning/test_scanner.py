@@ -259,6 +259,22 @@ async def test_closing_ends_a_process_that_is_being_started(tmp_path: Path, monk
         os.kill(pids[0], 0)
 
 
+async def test_the_answer_of_a_cancelled_scan_is_not_that_of_the_next(tmp_path: Path, scanner: ModelScanner) -> None:
+    """A client that loads an adapter, and leaves, cancels the scan of it."""
+    write_checkpoint(tmp_path / "models" / "a")
+    await scanner.scan(str(tmp_path / "models"), {})
+    (tmp_path / "empty").mkdir()
+    under_way = asyncio.ensure_future(scanner.scan(str(tmp_path / "empty"), {}))
+    process = scanner._process
+    assert process is not None
+    while process._answer is None:  # noqa: ASYNC110 (the next step of that task sends the request)
+        await asyncio.sleep(0)
+    under_way.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await under_way
+    assert list(await scanner.scan(str(tmp_path / "models"), {})) == ["a"]
+
+
 async def test_a_killed_process_is_replaced_and_leaves_no_zombie(
     tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]
 ) -> None:
