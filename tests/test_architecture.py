@@ -104,6 +104,7 @@ BOUNDED_TASKS = {
     ("daemon.http.acceptor", "_take"): "a connection's TLS handshake, which has a limit",
     ("daemon.lifecycle", "_let_end"): "waits for an event while the stop waits for requests, at most drain_timeout_s",
     ("daemon.operate.control", "_pass_on"): "waits for the next line of one operator's connection",
+    ("daemon.process.started", "started"): "the start of a process, which the caller awaits even if it is cancelled",
     ("daemon.record.state_keeper", "save"): "one write, which the caller awaits",
     ("daemon.scanning.scanner", "scan"): "the time limit of one scan, cancelled as that ends",
     ("daemon.text.helper", "start"): "the start of a process, which all who need it await",

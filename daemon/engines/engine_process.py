@@ -109,3 +109,11 @@ def send_signal(pidfd: int, number: signal.Signals) -> None:
     """Sends a signal to a process; does nothing if it has ended already. pidfd: a descriptor of the process."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, number)
+
+
+def end(process: EngineProcess) -> None:
+    """Kills a process that nobody looks after, waits for its end, and closes its descriptors. Blocks."""
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    process.close()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from config.schema import DeviceBudget, NodeConfig
-from daemon.engines.engine_process import EngineProcess, Spawned, describe, make_journal, variables_of
+from daemon.engines.engine_process import EngineProcess, Spawned, describe, end, make_journal, variables_of
 from daemon.engines.engine_stderr import EngineStderr
 from daemon.engines.engine_watch import HELD_S
 from daemon.engines.exchange_memory import ExchangeMemory
@@ -29,6 +29,7 @@ from daemon.engines.worker_channel import WorkerChannel
 from daemon.metrics.swaps import KernelKills
 from daemon.process.logs import fields
 from daemon.process.long_tasks import LongTasks
+from daemon.process.started import started
 from engine import protocol
 from engine.loop.pulse import Pulse, read_pulse
 from loader.configs.kernel_sets import KernelSet
@@ -359,7 +360,7 @@ class EngineWorker:
             assert self._exchange is not None
             arguments, shared = self._exchange.arguments(self.device)
             command += arguments + self._lent_by.arguments()
-            return await asyncio.to_thread(Spawned, command, passed + shared, {}, "engine.remote")
+            return await self._spawn(command, passed + shared, {}, "engine.remote")
         if self._host_tier_fd >= 0:
             command += ["--host-tier-fd", str(self._host_tier_fd)]
             passed.append(self._host_tier_fd)
@@ -372,9 +373,12 @@ class EngineWorker:
             passed += shared
         if self._forks is not None:
             return await self._forks.fork(f"engine {self.device}", command, passed)
-        variables = variables_of(self._threads, self._gpu)
+        return await self._spawn(command, passed, variables_of(self._threads, self._gpu))
+
+    @staticmethod
+    async def _spawn(command: list[str], passed: list[int], variables: dict[str, str], module: str = "engine") -> EngineProcess:
         # in a thread, because fork and exec of a large process may block the loop too long
-        return await asyncio.to_thread(Spawned, command, passed, variables)
+        return await started(end, Spawned, command, passed, variables, module)
 
     def _on_message(self, message: Any) -> None:
         if type(message) is protocol.EngineReady:

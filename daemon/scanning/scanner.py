@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from daemon.process.started import started
 from daemon.scanning.messages import Finished, Found, FromScanner, Looking, Same, Scan
 from engine.host.child_process import child_environment, end_before_daemon, malloc_tunables
 from engine.protocol import FrameReader, encode
@@ -237,7 +238,7 @@ class _Process(asyncio.Protocol):
         try:
             with theirs:
                 # in a thread: fork and exec of a large parent may take longer than the loop may be held
-                process = await asyncio.to_thread(_spawn, theirs.fileno())
+                process = await started(_end, _spawn, theirs.fileno())
             made = cls(process)
             await asyncio.get_running_loop().create_unix_connection(lambda: made, sock=ours)
         except BaseException:
@@ -356,3 +357,8 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
     )
     end_before_daemon(process.pid)
     return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import workers
+from daemon.engines.engine_process import Spawned
 from daemon.engines.exchange_memory import ExchangeMemory
 from daemon.engines.fork_client import threads_per_engine
 from daemon.engines.left_memory import LeftMemory
@@ -387,6 +389,37 @@ async def test_no_thread_to_hand_memory_over_with_is_a_start_that_failed(monkeyp
         await told.ups.get()
     assert set(reasons) == {"could not be started: thread memory of cpu:0: it did not begin within 1 s, as where no memory is left"}
     await worker.stop()
+
+
+async def test_a_stop_while_an_engine_is_being_started_leaves_its_descriptors_open_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the engine may inherit what other files have got its numbers meanwhile."""
+    begun, may_go_on, pids, seen = threading.Event(), threading.Event(), list[int](), list[list[str]]()
+
+    def slow(arguments: Sequence[str], descriptors: Sequence[int], *about: Any) -> Spawned:
+        seen.append([os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in descriptors])
+        begun.set()
+        assert may_go_on.wait(60)
+        seen.append([os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in descriptors])
+        process = Spawned(arguments, descriptors, *about)
+        pids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(workers, "Spawned", slow)
+    spec = EngineSpec(DeviceBudget("cuda:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
+    worker = EngineWorker("cuda:0", 1, lambda: spec, Told(), LongTasks())
+    worker.start()
+    async with asyncio.timeout(60):
+        await asyncio.to_thread(begun.wait)
+        stopping = asyncio.ensure_future(worker.stop())
+        await asyncio.sleep(0)  # it has cancelled the start
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await stopping
+    assert seen[0] == seen[1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
 
 
 async def test_a_device_out_of_memory_is_explained_by_who_holds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

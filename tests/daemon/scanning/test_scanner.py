@@ -259,6 +259,37 @@ async def test_closing_ends_a_process_that_is_being_started(tmp_path: Path, monk
         os.kill(pids[0], 0)
 
 
+async def test_a_cancelled_start_closes_nothing_that_the_new_process_is_to_inherit(
+    tmp_path: Path, scanner: ModelScanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on, pids, spawn = threading.Event(), threading.Event(), list[int](), scanner_module._spawn
+    sockets: list[str] = []
+
+    def slow(fd: int) -> subprocess.Popen[bytes]:
+        sockets.append(os.readlink(f"/proc/self/fd/{fd}"))
+        begun.set()
+        assert may_go_on.wait(30)
+        sockets.append(os.readlink(f"/proc/self/fd/{fd}"))
+        process = spawn(fd)
+        pids.append(process.pid)
+        return process
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scanner_module, "_spawn", slow)
+        under_way = asyncio.ensure_future(scanner.scan(str(tmp_path), {}))
+        await until(begun.is_set)
+        under_way.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await under_way
+    assert sockets[0] == sockets[1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+    assert await scanner.scan(str(tmp_path), {}) == {}
+
+
 async def test_the_answer_of_a_cancelled_scan_is_not_that_of_the_next(tmp_path: Path, scanner: ModelScanner) -> None:
     """A client that loads an adapter, and leaves, cancels the scan of it."""
     write_checkpoint(tmp_path / "models" / "a")
