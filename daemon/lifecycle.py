@@ -361,8 +361,9 @@ class DaemonRun:
 
     async def reload_as_asked(self) -> dict[str, Any]:
         """Reloads on an operator's request, and returns the result of `reload`. If the daemon has already reloaded by itself within
-        the last seconds and nothing has changed since, the result lists what that reload has applied."""
-        result = await self.reload()
+        the last seconds and nothing has changed since, the result lists what that reload has applied. The reload goes on even if
+        the caller is cancelled, because one that ends in the middle has told the scheduler of some of the changed models only."""
+        result = await asyncio.shield(asyncio.ensure_future(self.reload()))
         at, applied = self._by_itself
         if not result["applied"] and time.monotonic() - at < JUST_NOW_S:
             result["applied"] = applied

@@ -103,6 +103,7 @@ BOUNDED_TASKS = {
     ("daemon.gpu.question", "ask"): "one question to the driver, which all who ask await",
     ("daemon.http.acceptor", "_take"): "a connection's TLS handshake, which has a limit",
     ("daemon.lifecycle", "_let_end"): "waits for an event while the stop waits for requests, at most drain_timeout_s",
+    ("daemon.lifecycle", "reload_as_asked"): "one reload, which its operator awaits; it tells itself what is wrong",
     ("daemon.operate.control", "_pass_on"): "waits for the next line of one operator's connection",
     ("daemon.process.started", "started"): "the start of a process, which the caller awaits even if it is cancelled",
     ("daemon.record.state_keeper", "save"): "one write, which the caller awaits",

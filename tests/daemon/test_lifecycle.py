@@ -45,6 +45,27 @@ def test_work_beside_the_loop_starts_no_thread(monkeypatch: pytest.MonkeyPatch) 
     assert used <= before == after
 
 
+async def test_a_reload_goes_on_without_who_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, is_done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def reload(run: lifecycle.DaemonRun) -> dict[str, Any]:
+        begun.set()
+        await may_go_on.wait()
+        is_done.set()
+        return {}
+
+    monkeypatch.setattr(lifecycle.DaemonRun, "reload", reload)
+    run = lifecycle.DaemonRun(NodeConfig(), [], None, {}, NamedFiles(None, None, {}, {}))
+    asked = asyncio.ensure_future(run.reload_as_asked())
+    await begun.wait()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    may_go_on.set()
+    async with asyncio.timeout(10):
+        await is_done.wait()
+
+
 NO_MEMORY_FOR_A_THREAD = """
 import asyncio, resource
 from config.schema import NodeConfig
