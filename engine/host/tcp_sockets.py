@@ -31,8 +31,13 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
         try:
             if not stat.S_ISSOCK(os.stat(f"{_FOLDER}/{name}").st_mode):
                 continue
-            copy = socket.socket(fileno=os.dup(int(name)))  # the descriptor may become another file's at any time, its copy may not
+            number = os.dup(int(name))  # the descriptor may become another file's at any time, its copy may not
         except OSError:  # another thread has closed it
+            continue
+        try:
+            copy = socket.socket(fileno=number)
+        except OSError:  # another thread has closed the socket, and the number is another file's already
+            os.close(number)
             continue
         with copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
