@@ -105,7 +105,7 @@ class _Helper:
             self._tell(Forked(number, 0, error.strerror or str(error)))
             return
         if pid == 0:
-            self._become_worker(connection, to_errors)
+            self._become_worker(connection, errors, to_errors)
         os.close(to_errors)
         connection.close()
         os.set_blocking(errors, False)
@@ -113,18 +113,19 @@ class _Helper:
         self._poll.register(errors, select.POLLIN)
         self._tell(Forked(number, pid))
 
-    def _become_worker(self, connection: socket.socket, errors: int) -> NoReturn:
+    def _become_worker(self, connection: socket.socket, errors: int, to_errors: int) -> NoReturn:
         """Runs a TextWorker in the forked process, then exits; never returns into the helper's loop. connection: the worker's
-        socket to the daemon. errors: the pipe's write end, which becomes the standard error."""
+        socket to the daemon. errors: the pipe's read end, which is the helper's. to_errors: its write end, which becomes the
+        standard error."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
-            for descriptor in (self._woken, self._wake, *(child.errors for child in self._children.values())):
+            for descriptor in (self._woken, self._wake, errors, *(child.errors for child in self._children.values())):
                 os.close(descriptor)
-            os.set_blocking(errors, False)  # a worker must not block when nobody reads its standard error
-            os.dup2(errors, 2)
-            os.close(errors)
+            os.set_blocking(to_errors, False)  # a worker must not block when nobody reads its standard error
+            os.dup2(to_errors, 2)
+            os.close(to_errors)
             TextWorker(connection).run()
         except (BrokenPipeError, ConnectionResetError):
             pass

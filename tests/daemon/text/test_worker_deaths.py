@@ -459,3 +459,12 @@ async def test_what_is_asked_of_a_service_that_is_closed_is_refused(tmp_path, de
     assert not psutil.Process().children() or all(
         "daemon.text" not in child.cmdline() for child in psutil.Process().children(recursive=True)
     )
+
+
+async def test_a_worker_has_nothing_open_but_its_own_socket(service, tmp_path):
+    for name in ("first", "second"):
+        await service.encode(model(checkpoint(tmp_path / name, byte_level())), "The fox")
+    assert len(service.worker_pids) == 2
+    for pid in service.worker_pids:
+        opened = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd") if int(number) > 2]
+        assert [each.partition(":")[0] for each in opened] == ["socket"]
