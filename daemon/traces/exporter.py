@@ -16,9 +16,9 @@ import aiohttp
 
 from config.trace_endpoint import TraceEndpoint
 from daemon.process import retry_after
+from daemon.process.resolver import DaemonThreadResolver
 from daemon.process.version import VERSION
 from daemon.traces import otlp
-from daemon.traces.resolver import DaemonThreadResolver
 from daemon.traces.span_counts import SpanCounts
 
 log = logging.getLogger("hearthd")

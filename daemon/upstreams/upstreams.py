@@ -16,6 +16,7 @@ from config.schema import NodeConfig
 from config.upstream import host_of
 from daemon.errors import HearthError
 from daemon.process.logs import fields
+from daemon.process.resolver import DaemonThreadResolver
 from daemon.process.version import VERSION
 from daemon.upstreams import failure, keys, via
 from daemon.upstreams.upstream import DOWN, UP, Address, Upstream, bounds
@@ -85,7 +86,8 @@ class Upstreams:
         """Returns the HTTP session for requests to the servers, with the pool of connections. It is made on first use."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),  # each name has a limit of its own
+                # each name has a limit of its own
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S, resolver=DaemonThreadResolver()),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S),
                 headers={"User-Agent": f"hearthd/{VERSION}", "Accept-Encoding": "identity"},

@@ -1,5 +1,6 @@
-"""Looks up host names for the exporter, in a daemon thread, which ends with the process. A look-up by the event loop's own resolver
-would delay the end of the process until a name server answers."""
+"""Looks up the names of other hosts. A look-up by the event loop's own resolver would delay the end of the process until a name
+server answers, and keep one of four threads until then; this one runs in a daemon thread of its own, which ends with the process.
+"""
 
 from __future__ import annotations
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from typing import Any
 
+import aiohttp
 import pytest
 
-from daemon.traces import exporter, resolver
-from daemon.traces.resolver import DaemonThreadResolver
+from daemon.process import resolver
+from daemon.process.resolver import DaemonThreadResolver
+from daemon.traces import exporter
+from daemon.upstreams.upstreams import Upstreams
 from tests.daemon.no_thread import no_thread
 from tests.daemon.traces.test_exporter import Sending
 
@@ -60,3 +64,38 @@ async def test_one_for_which_there_is_no_thread() -> None:
     with no_thread(), pytest.raises(OSError, match="localhost: thread looking up a name"):
         await asked.resolve("localhost", 80, socket.AF_INET)
     assert len(await asked.resolve("localhost", 80, socket.AF_INET)) == 1, "the next one does not wait for it"
+
+
+async def test_names_that_hang_keep_no_other_upstream_from_being_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, look_up, num_hanging = threading.Event(), socket.getaddrinfo, 40  # more than an event loop has threads for look-ups
+
+    def hang(host: str, *about: Any) -> Any:
+        if host.startswith("hangs"):
+            go.wait(60)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return look_up(host, *about)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    server, upstreams = await asyncio.start_server(answer, "127.0.0.1", 0), Upstreams()
+    timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None)
+    asking = [
+        asyncio.ensure_future(upstreams.session.get(f"http://hangs-{at}.invalid/", timeout=timeout)) for at in range(num_hanging)
+    ]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            port = server.sockets[0].getsockname()[1]
+            async with upstreams.session.get(f"http://localhost:{port}/", timeout=timeout) as response:
+                assert response.status == 204
+        assert not any(one.done() for one in asking)
+    finally:
+        go.set()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await upstreams.close()
+        server.close()
