@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -295,10 +294,11 @@ class Connection(web.RequestHandler):
         so_far = self.in_progress.so_far() if received else None
         return ConnectionSoFar(received, is_used, so_far) if so_far is not None else None
 
-    def duplicate(self) -> int:
-        """Returns a duplicate of the socket's descriptor, which stays open when the connection is aborted. Raises OSError."""
+    @property
+    def descriptor(self) -> int:
+        """Returns the socket's descriptor, which belongs to the transport; -1 if the transport has closed it."""
         assert self.transport is not None
-        return os.dup(self.transport.get_extra_info("socket").fileno())
+        return int(self.transport.get_extra_info("socket").fileno())
 
     def let_go(self) -> None:
         """Ends the connection in this daemon, because the next one continues it. Nothing more is written to it."""

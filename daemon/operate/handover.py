@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -53,10 +52,8 @@ async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runne
             continue
         if so_far is not None:
             left.append((connection, Listed(name, so_far)))
-    fds: list[int] = []
     try:
-        fds += [connection.duplicate() for connection, _ in left]
-        handed_over.keep(store, fds, [listed for _, listed in left])
+        handed_over.keep(store, [connection.descriptor for connection, _ in left], [listed for _, listed in left])
     except OSError as error:
         log.error("connections cannot be handed over to the next hearthd, and are closed: %s", error)
     else:
@@ -65,9 +62,6 @@ async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runne
         for connection, _ in left:
             connection.let_go()
         await _until(lambda: all(connection.transport is None for connection, _ in left))  # so that no handler writes an error
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -265,6 +265,28 @@ def test_connections_without_a_request_and_with_a_part_of_one(node: ServiceNode)
         assert used.getresponse().status == 200
 
 
+def test_more_connections_than_half_of_the_open_files(tmp_path: Path, notify: NotifySocket) -> None:
+    limit, refused_from = 240, 150  # a quarter is kept for the daemon's own work, an eighth for refusals
+    program = f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))"
+    program += "; from daemon.main import main; sys.exit(main())"
+    with started(tmp_path, notify, program=["-P", "-c", program]) as node, contextlib.ExitStack() as stack:
+        assert node.process is not None
+        num_others = psutil.Process(node.process.pid).num_fds()
+        clients = list[http.client.HTTPConnection]()
+        while num_others + len(clients) < refused_from - 4:
+            client = http.client.HTTPConnection(*node.listeners[0][1].getsockname(), timeout=SAFETY_S)
+            stack.callback(client.close)
+            client.request("GET", "/healthz")
+            assert client.getresponse().read()
+            clients.append(client)
+        assert limit < num_others + 2 * len(clients)
+        node.restart(RESTART)
+        for client in clients:
+            assert client.sock is not None, "it was closed, and would connect again"
+            client.request("GET", "/healthz")
+            assert client.getresponse().read()
+
+
 def test_responses_that_others_follow_are_kept(node: ServiceNode) -> None:
     body = {"model": "ash", "input": "once upon a time", "max_output_tokens": 5}
     (first,) = RawStream(node, "/v1/responses", body).join().events
