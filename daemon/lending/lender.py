@@ -18,6 +18,7 @@ from loader.threads import Thread
 
 MOST_CONNECTIONS = 256  # of which each has a thread
 ACCEPT_AGAIN_S = 0.5  # after an error, as where descriptors are short
+STOP_LIMIT_S = 15.0
 FREE_LIMIT_S = 5.0  # how long a new connection waits until the engine of the last one has ended
 
 
@@ -61,14 +62,16 @@ class Lender:
                 sock.close()
 
     def stop(self, listener: socket.socket) -> None:
-        """Ends all engines and connections, makes `serve` return, and waits until the threads of the connections have ended."""
+        """Ends all engines and connections, makes `serve` return, and waits until the threads of the connections have ended, but no
+        longer than STOP_LIMIT_S for engines that do not end."""
         self._stopping = True
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         for wire in list(self._wires):
             wire.shut()
+        until_s = time.monotonic() + STOP_LIMIT_S
         for thread in list(self._threads):
-            thread.join()
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def _connection(self, sock: socket.socket, peer: str) -> None:
         """Serves one connection from a proxy until it ends: checks that the proxy knows the key, then lends it the device that it

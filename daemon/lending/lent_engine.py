@@ -118,7 +118,6 @@ class LentEngine:
             for thread in threads:
                 thread.join(END_LIMIT_S)  # a process that the engine has started may still hold its standard error
             self._channel.close()
-            self._process.stderr.close()
             self._process.close()
             self._journal.close()
 
@@ -238,8 +237,10 @@ class LentEngine:
                 self._wire.send(Told(b"".join(map(encode, messages))))
 
     def _pass_lines(self) -> None:
-        with contextlib.suppress(WireClosed, OSError):
-            while data := os.read(self._process.stderr.fileno(), RECV_BYTES):
+        """Passes the engine's standard error on to the proxy until its end, and closes it here, because only this thread knows when
+        it reads no more."""
+        with self._process.stderr as lines, contextlib.suppress(WireClosed, OSError):
+            while data := os.read(lines.fileno(), RECV_BYTES):
                 self._wire.send(Lines(data))
 
     def _watch(self) -> None:
@@ -262,10 +263,12 @@ class LentEngine:
         return Beat(now - pulse.at_s if pulse.at_s else -1.0, pulse.expected_s, first_age_s, pulse.doing)
 
     def _end_process(self) -> None:
-        """Ends the engine process: closes the channel, which makes the process end, and kills it if it takes too long."""
+        """Ends the engine process: closes the channel, which makes the process end, and kills it if it takes too long. Returns when
+        it has ended, because until then it holds the device's memory, and a thread waits for its end at its descriptor."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         poller = select.poll()
         poller.register(self._process.pidfd, select.POLLIN)
         if not poller.poll(END_LIMIT_S * 1e3):
             self._process.kill()
+            poller.poll()
