@@ -7,16 +7,19 @@ The formats: `text` for people; `journal` is the same without the time but with 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
+import select
 import sys
 import time
 from functools import lru_cache
 from typing import Any
 
 log = logging.getLogger("hearthd")
+ROOM_LIMIT_S = 0.2  # how long a line may wait for room, once, before lines are dropped
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # in syslog(3)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN = re.compile(r"[^\s\"=\\]+\Z")
@@ -93,6 +96,50 @@ _FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "journal": Jo
 _handler: logging.StreamHandler[Any] | None = None
 
 
+class _Lines(logging.StreamHandler[Any]):
+    """Writes lines to stderr, and drops lines while it takes none, as a pipe that nobody reads. The event loop writes lines, too,
+    and would otherwise wait until somebody reads again. The next line that is written follows one with the number of those that
+    are lost."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._num_lost = 0
+        self._is_torn = False  # the last line was written in part
+        self._poller: select.poll | None = None
+        with contextlib.suppress(OSError):  # an object in this process collects what is written
+            self._fd = sys.stderr.fileno()
+            self._poller = select.poll()
+            self._poller.register(self._fd, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._poller is None:
+            super().emit(record)
+            return
+        try:
+            lines = [self.format(record)]
+            if self._num_lost:
+                lost = "lines of the log that are lost, because nobody read them: %d"
+                lines.insert(0, self.format(logging.LogRecord("hearthd", logging.ERROR, "", 0, lost, (self._num_lost,), None)))
+            if self._write("\n".join(["", *lines, ""] if self._is_torn else [*lines, ""]), self._poller):
+                self._num_lost = 0
+            else:
+                self._num_lost += 1
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, text: str, poller: select.poll) -> bool:
+        """Writes to stderr and returns whether all of `text` was written. Waits ROOM_LIMIT_S for room, but not at all if the last
+        line was lost. A pipe that has room takes PIPE_BUF bytes at once (pipe(7))."""
+        left = memoryview(text.encode(errors="backslashreplace"))
+        limit_s = 0.0 if self._num_lost else ROOM_LIMIT_S
+        num_bytes = len(left)
+        with contextlib.suppress(BlockingIOError):
+            while left and poller.poll(limit_s * 1e3):
+                left = left[os.write(self._fd, left[: select.PIPE_BUF]) :]
+        self._is_torn = 0 < len(left) < num_bytes or (self._is_torn and len(left) == num_bytes)
+        return not left
+
+
 def set_up(level: str, log_format: str = "") -> None:
     """Sets up logging to stderr; may be called again to change it. level: debug, info, warning or error, for hearthd's own
     messages. log_format: text, json, journal, or auto (journal if stderr is the journal, otherwise text); "": the format that is in
@@ -100,7 +147,7 @@ def set_up(level: str, log_format: str = "") -> None:
     global _handler
     root = logging.getLogger()
     if _handler is None or _handler not in root.handlers:
-        _handler = logging.StreamHandler(sys.stderr)
+        _handler = _Lines()
         root.addHandler(_handler)
         log_format = log_format or "auto"
     if log_format:

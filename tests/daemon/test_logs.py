@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,40 @@ def test_the_journal_is_known_by_its_stream(monkeypatch: pytest.MonkeyPatch) -> 
     assert logs.stderr_is_journal()
     monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino + 1}")
     assert not logs.stderr_is_journal(), "inherited from a service whose child has another stderr"
+
+
+UNREAD = """
+import logging, sys
+from daemon.process import logs
+
+logs.set_up("info", "text")
+for number in range(int(sys.argv[1])):
+    logs.log.info("%d %s", number, "x" * int(sys.argv[2]))
+print("goes on", flush=True)
+sys.stdin.readline()
+logs.log.info("read again")
+"""
+
+
+@pytest.mark.parametrize(("num_lines", "num_chars"), [(4000, 100), (5, 100_000)], ids=["short", "longer than the pipe"])
+def test_a_log_that_nobody_reads_delays_nothing(num_lines: int, num_chars: int) -> None:
+    """The event loop would stand still at a full pipe."""
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", UNREAD, str(num_lines), str(num_chars)], cwd=ROOT, **options) as writing:
+        assert writing.stdout is not None
+        try:
+            ready, _, _ = select.select([writing.stdout], [], [], SAFETY_S)
+            assert ready, "it waits for a reader of its log"
+            assert writing.stdout.readline() == "goes on\n"
+            _, said = writing.communicate("\n", SAFETY_S)
+        finally:
+            writing.kill()
+    *written, lost, last = said.splitlines()
+    whole = [line for line in written if line.endswith(" " + "x" * num_chars)]
+    assert len(whole) >= len(written) - 1, "one line at most was written in part"
+    assert [line.split()[2] for line in written] == [str(number) for number in range(len(written))]
+    assert lost.endswith(f"error lines of the log that are lost, because nobody read them: {num_lines - len(whole)}")
+    assert last.endswith("info read again")
 
 
 def test_auto_in_a_real_process(tmp_path: Path) -> None:
