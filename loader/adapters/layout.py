@@ -28,15 +28,16 @@ _LAYERS = "layers."
 
 @dataclass(slots=True, frozen=True)
 class AdapterPlace:
-    """The location in memory of an adapter's matrices for one matrix multiplication (product) of the base model. number: the
-    product's matrix number (loader/configs/adapter_matrices.py).
+    """The location in memory of an adapter's matrices for one matrix multiplication (product) of the base model. The product may
+    read several matrices of the checkpoint at once, such as those of queries, keys and values: its parts. number: the product's
+    index among all that adapters may change (loader/configs/adapter_matrices.py).
 
     rank: the rank r that each of the product's P parts has in memory: the largest LoRA rank among them, rounded up to a multiple of
     RANK_STEP. inputs: number of inputs of the product. outputs: number of outputs of each part.
 
     offset: where the matrices begin, in elements from the adapter's first byte. First comes "down" [P * r, inputs], in which the
-    rows of part p begin at p * r. After it comes "up" [r, outputs of the part] for each part, the transpose of the checkpoint's
-    matrix.
+    rows of part p begin at p * r. After it comes "up" [r, outputs of the part] for each part: the adapter's matrix lora_B,
+    transposed and multiplied by the module's scale.
 
     parts: for each part, the adapter's module that changes it; None: the adapter does not change the part, whose matrices are zeros
     in memory."""
@@ -49,11 +50,13 @@ class AdapterPlace:
     parts: tuple[AdapterModule | None, ...]
 
     def down_at(self, part: int) -> int:
-        """Returns where the matrix "down" [r, inputs] of a part begins, in elements from the adapter's first byte."""
+        """Returns where the matrix "down" [r, inputs] of a part begins, in elements from the adapter's first byte. part: index of
+        the part, one of the checkpoint's matrices that the matrix multiplication fuses."""
         return self.offset + part * self.rank * self.inputs
 
     def up_at(self, part: int) -> int:
-        """Returns where the matrix "up" [r, outputs[part]] of a part begins, in elements from the adapter's first byte."""
+        """Returns where the matrix "up" [r, outputs[part]] of a part begins, in elements from the adapter's first byte. part: index
+        of the part, one of the checkpoint's matrices that the matrix multiplication fuses."""
         return self.offset + self.rank * (len(self.parts) * self.inputs + sum(self.outputs[:part]))
 
     @property
@@ -64,7 +67,7 @@ class AdapterPlace:
 @dataclass(slots=True, frozen=True)
 class AdapterLayout:
     """The layout of a LoRA adapter's matrices in memory. places: the location of the matrices for each matrix multiplication of the
-    base model that the adapter changes, by ascending matrix number. num_bytes: the adapter's size in memory, a multiple of
+    base model that the adapter changes, in the order of `adapted_matrices`. num_bytes: the adapter's size in memory, a multiple of
     ALIGN_BYTES."""
 
     places: tuple[AdapterPlace, ...]
@@ -77,8 +80,8 @@ class _Part(NamedTuple):
 
 
 def adapter_layout(adapter: Adapter, shape: ModelShape, item_bytes: int) -> AdapterLayout:
-    """Returns the layout of an adapter for a base model of this shape. item_bytes: bytes of an element, 4 or 2. Raises
-    CheckpointError, which names a tensor, if the adapter does not fit the base."""
+    """Returns the layout of an adapter for a base model of this shape: where each matrix lies, and the size of all. item_bytes:
+    bytes of an element, 4 or 2. Raises CheckpointError, which names a tensor, if the adapter does not fit the base."""
     matrices = adapted_matrices(shape)
     places = []
     offset, step = 0, ALIGN_BYTES // item_bytes
@@ -104,9 +107,10 @@ def misfit(adapter: Adapter, shape: ModelShape) -> str:
 
 
 def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
-    """Returns the adapter's modules by the matrices that they change: matrix number -> index of the part of the fused matrix ->
-    module. Modules that change matrices that are not used, such as those of an image encoder, are left out. Raises CheckpointError,
-    which names a tensor, for a module that does not fit the base model, and if all modules are left out."""
+    """Returns the adapter's modules by the matrices that they change: index of the matrix multiplication in `adapted_matrices` ->
+    index of the matrix among those that it fuses -> module. Modules for matrices that the base model does not use, such as those of
+    an image encoder, are left out. Raises CheckpointError, which names a tensor, for a module that does not fit the base model, and
+    if all modules are left out."""
     known, matrices = _parts(shape), adapted_matrices(shape)
     found: dict[int, dict[int, AdapterModule]] = {}
     for module in adapter.modules:
