@@ -21,8 +21,9 @@ WHOLE = "whole"  # every stage of a pipeline has a tensor whole (TensorGroup.by_
 
 
 class Cut(NamedTuple):
-    """A device's share of a stored tensor. Along one axis, which has `whole` elements, the share has the elements of `ranges`
-    [begin, end). The ranges are in ascending order and do not touch; in the share their elements lie one after the other.
+    """A device's share of a stored tensor. Along one axis, which has `whole` elements in the whole tensor, the share has the
+    elements whose indices lie in `ranges` [begin, end). The ranges are in ascending order and do not touch; in the share their
+    elements lie one after the other.
 
     axis: index of the axis that is cut. With axis 0 the share has some rows; with another axis k it has some columns of the tensor
     regarded as a matrix [prod(dims[:k]), prod(dims[k:])]. experts: a second cut, along the first axis, of a tensor that has experts
@@ -119,7 +120,8 @@ class Architecture(Protocol):
         ...
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists every tensor that the checkpoint must hold, in the order of the model's memory."""
+        """Returns all tensors that the checkpoint must hold, in the order in which they lie in the model's memory. A group has the
+        tensors that one matrix multiplication reads together."""
         ...
 
     def ignores(self, shape: ModelShape, name: str) -> bool:

@@ -88,7 +88,8 @@ class Encoder:
         return tuple(name.format(shape.tensor_prefix) for name in self.score_head)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the tensors that an encoder's checkpoint must hold, in the order of the model's memory."""
+        """Returns the tensors that an encoder's checkpoint must hold, in the order in which they lie in the model's memory. A group
+        has the tensors that one matrix multiplication reads together."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
 
         def one(name: str, *dims: int) -> list[TensorGroup]:

@@ -211,7 +211,8 @@ class Decoder:
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the tensors that a decoder's checkpoint must hold, in the order of the model's memory."""
+        """Returns the tensors that a decoder's checkpoint must hold, in the order in which they lie in the model's memory. A group
+        has the tensors that one matrix multiplication reads together."""
         names, hidden = self.decoder_of(shape).names, shape.hidden_size
         embedding = one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden, divided=ROWS)
         groups = [embedding._replace(may_be_packed=True), *self._input_groups(shape)]
@@ -318,8 +319,8 @@ class Decoder:
         return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
     def _norms(self, width: int, *names: str) -> list[TensorGroup]:
-        """Returns the tensor groups of norms. names: the norms' names; a name is "" where the family has no such norm. width:
-        number of weights of each norm."""
+        """Returns the tensor groups of norms. names: the norms' names; a name is "" where the family has no such norm, which then
+        gets no group. width: number of weights of each norm."""
         if not self.norm_bias:
             return _weights(width, *names)
         return [one_tensor(f"{name}.{part}", width) for name in names if name for part in ("weight", "bias")]

@@ -46,8 +46,8 @@ class ExpertNames:
     stacked_down: str = ""
 
     def all_gate_up(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """Returns the names of the gate and up matrices of the experts with these indices, in the order of memory: the gate and the
-        up matrix of one expert, then those of the next."""
+        """Returns the names of the gate and up matrices of the experts with the indices `numbers`, in the order in which the
+        matrices lie in memory: the gate and the up matrix of one expert, then those of the next."""
         return tuple(self.expert.format(number) + name for number in numbers for name in self.gate_up)
 
     def all_down(self, numbers: Iterable[int]) -> tuple[str, ...]:

@@ -111,7 +111,8 @@ class ModernEncoder:
         return str(value)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the tensors that an encoder's checkpoint must hold, in the order of the model's memory."""
+        """Returns the tensors that an encoder's checkpoint must hold, in the order in which they lie in the model's memory. A group
+        has the tensors that one matrix multiplication reads together."""
         hidden, inner, at = shape.hidden_size, shape.intermediate_size, shape.tensor_prefix
 
         def one(name: str, has_bias: bool, *dims: int) -> list[TensorGroup]:

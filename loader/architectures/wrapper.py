@@ -61,8 +61,8 @@ class Wrapper:
         return replace(shape, architecture=self.name, tensor_prefix=_FIRST)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Lists the decoder's tensors, in the order of the model's memory, with the names that a wrapper's checkpoint gives
-        them."""
+        """Returns the decoder's tensors with their names in a wrapper's checkpoint, in the order in which they lie in the model's
+        memory. A group has the tensors that one matrix multiplication reads together."""
         return self.decoder_of(shape).tensor_groups(shape)
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
