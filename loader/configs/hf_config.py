@@ -61,7 +61,7 @@ def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None 
 def check_config(text: bytes, quant_text: bytes | None) -> None:
     """Checks that a config.json describes a model that is served, or a head that drafts tokens for such a model. text: the content
     of config.json. quant_text: the content of hf_quant_config.json; None: there is no such file. Raises UnsupportedModel or
-    CheckpointError, which name the key at fault, if config.json describes neither."""
+    CheckpointError, which name the key at fault, if config.json describes neither of the two."""
     if eagle.is_head(fields := json_fields(text, CONFIG_NAME)):
         eagle.parse_head(fields, None)
     else:

@@ -42,9 +42,9 @@ class KernelSet(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the set in messages for operators: "sampling" for the sets that choose tokens; the dtype alone, for example
-        "bfloat16", for all other sets that decoders with plain weights need; for any further set a description, for example
-        "bfloat16 with LoRA adapters"."""
+        """The name of the set in messages for operators. It is "sampling" for the sets that choose tokens, and a description such
+        as "bfloat16 with LoRA adapters" for sets that only some models need. For the sets that all decoders with plain weights need
+        it is the dtype alone, for example "bfloat16"."""
         if self.name in (GREEDY, SAMPLING):
             return "sampling"
         return self.dtype if self.name in OF_DECODERS else str(self)
