@@ -56,5 +56,5 @@ def escapes_at(num_values: int) -> int:
 
 def frame_bytes(num_values: int, num_escapes: int) -> int:
     """Returns the length in bytes of a frame with num_values values, a multiple of FRAME_ALIGN_BYTES. num_escapes: how many of
-    these values are escapes, whose exponents have no code."""
+    these values are escapes, whose exponents have no three-bit code and take a byte each."""
     return -(-(escapes_at(num_values) + num_escapes) // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES

@@ -38,8 +38,8 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The description of one tensor in a packed file's metadata. sha256: SHA-256 of the unpacked bytes, in hex. sums: the checksum
-    of each frame, 16 hex digits.
+    """The description of one tensor in a packed file's metadata. The file holds the tensor as frames, which are pieces that can
+    each be decoded alone. sha256: SHA-256 of the unpacked bytes, in hex. sums: the checksum of each frame, 16 hex digits.
 
     shape: the shape of the unpacked tensor. frame_bytes: the length of each frame in bytes. Both are set only if the tensor is
     packed, not if it is stored unchanged."""
@@ -58,9 +58,9 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Frame:
-    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` bytes of the unpacked tensor,
-    from its byte `first_byte` on. sum: checksum of the frame's bytes in the file. packed: whether these bytes must be decoded; if
-    not, they are the tensor's own bytes."""
+    """A frame, a piece of a tensor in a packed file that can be decoded alone: bytes [begin, end) of the file, which hold
+    `num_bytes` bytes of the unpacked tensor, from its byte `first_byte` on. sum: checksum of the frame's bytes in the file. packed:
+    whether these bytes must be decoded; if not, they are the tensor's own bytes."""
 
     begin: int
     end: int
@@ -79,9 +79,9 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def frame_values(shape: tuple[int, ...] | list[int], dtype: str) -> int:
-    """Returns how many values each frame of a tensor holds; the last frame may hold fewer. It is as many whole rows as fit into
-    FRAME_VALUES values, or FRAME_VALUES if a row is longer than that. For int32 tensors (dtype I32) the number of rows is a
-    multiple of 8 where possible, since loads may rearrange 8 rows together."""
+    """Returns how many values of a tensor each frame (a piece of a packed file that can be decoded alone) holds; the last frame may
+    hold fewer. It is as many whole rows as fit into FRAME_VALUES values, or FRAME_VALUES if a row is longer than that. For int32
+    tensors (dtype I32) the number of rows is a multiple of 8 where possible, since loads may rearrange 8 rows together."""
     width = shape[-1] if shape else 1
     if not 0 < width <= frame.FRAME_VALUES:
         return frame.FRAME_VALUES
@@ -116,9 +116,9 @@ def check_shape(shape: Sequence[int], file: str, name: str) -> None:
 def check_record(
     record: TensorRecord, file: str, name: str, dtype: str, shape: tuple[int, ...], begin: int, num_bytes: int
 ) -> None:
-    """Checks the description of a tensor in a packed file's metadata. Raises CheckpointError unless the frames in `record` cover
-    the tensor's bytes exactly. dtype, shape, num_bytes: those of the tensor in the file's header. begin: the tensor's offset in the
-    file, in bytes."""
+    """Checks the description of a tensor in a packed file's metadata. Raises CheckpointError unless the frames (pieces that can
+    each be decoded alone) in `record` cover the tensor's bytes exactly. dtype, shape, num_bytes: those of the tensor in the file's
+    header. begin: the tensor's offset in the file, in bytes."""
     own_shape = shape if record.shape is None else record.shape
     check_shape(own_shape, file, name)
     per_frame, lengths = frame_values(own_shape, dtype), record.frame_bytes
@@ -137,8 +137,9 @@ def check_record(
 
 
 def frames(record: TensorRecord, begin: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> Iterator[Frame]:
-    """Yields the frames of a tensor in a packed file, in order. record: the tensor's description, which has been checked. begin,
-    num_bytes: the tensor's bytes in the file. shape, dtype: those of the unpacked tensor."""
+    """Yields the frames of a tensor in a packed file, the pieces that can each be decoded alone, in order. record: the tensor's
+    description, which has been checked. begin, num_bytes: the tensor's bytes in the file. shape, dtype: those of the unpacked
+    tensor."""
     per_frame = frame_values(shape, dtype)
     if record.shape is None:
         item_bytes = num_bytes // math.prod(shape) if num_bytes else 1

@@ -67,7 +67,8 @@ class TensorRef:
 
     @property
     def frames(self) -> Iterable[packed.Frame]:
-        """The frames of a packed file's tensor, in order; () for a tensor of a plain file."""
+        """The pieces (frames) of a packed file's tensor, each of which can be decoded alone, in order; () for a tensor of a plain
+        file."""
         return (
             packed.frames(self.record, self.offset_bytes, self.num_bytes, self.shape, self.dtype) if self.record is not None else ()
         )

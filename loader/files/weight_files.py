@@ -111,9 +111,9 @@ def source_of(info: FileInfo, header: Header) -> Source:
 
 
 def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], packed: Mapping[str, Header]) -> str:
-    """Returns why a model's packed files can't be read in place of its plain ones; "" if they can. plain, packed: the headers of
-    the plain and of the packed files. infos: size and time of each plain file, as the scan found them. All keys are paths below the
-    model's folder."""
+    """Returns why a model's packed files can't be read in place of its plain ones; "" if they can. plain, packed: path of a file
+    below the model's folder -> the file's header, for all plain and for all packed files. infos: path -> size and time of each
+    plain file, as the scan found them."""
     if {os.path.join(PACKED_DIR, name) for name in plain} != set(packed):
         return "they are not as many files"
     for name, header in plain.items():
@@ -129,8 +129,7 @@ def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], p
 
 def read_packed(folder: Path, plain: Mapping[str, Header], infos: Mapping[str, FileInfo]) -> str:
     """Reads the headers of a model's packed files. Returns why these files can't be read in place of the plain ones; "" if they
-    can. plain: the headers of the plain files. infos: size and time of each plain file, as the scan found them. All keys are paths
-    below the model's folder."""
+    can. plain, infos: path of a plain file below the model's folder -> its header, and its size and time as the scan found them."""
     try:
         return why_not_packed(plain, infos, read_headers(folder, PACKED_DIR))
     except (MissingFile, CheckpointError) as error:
