@@ -22,8 +22,8 @@ class Awq(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> Awq | Refused | None:
-    """Returns the AWQ settings in a `quantization_config`; a Refused for a setting that is not served; None if the configuration is
-    not about AWQ."""
+    """Returns the AWQ settings in a `quantization_config`; a Refused (key and reason) for a setting that is not served; None if the
+    configuration is not about AWQ."""
     if config.get("quant_method") != "awq":
         return None
     if (refused := refused_setting(config)) is not None:

@@ -16,8 +16,9 @@ def read_groups(
     config: Mapping[str, Any], form: str, read: Callable[[str, Mapping[str, Any]], FoundT | Refused]
 ) -> FoundT | Refused | None:
     """Reads a `quantization_config` that compressed-tensors wrote, with groups of settings, each for some of the model's matrices.
-    Returns the settings of the groups, which must all have the same; a Refused for the first setting that is not served; None if
-    there are no groups, or if the format of one of them is not `form`.
+    Returns the settings of the groups, which must all have the same; a Refused (key and reason) for the first setting that is not
+    served; None if there are no groups, or if one of them has another format than `form`. A group without a key `format` has the
+    format of the whole configuration.
 
     read(key, weights): returns the settings of one group, or a Refused. key: the key of the group's weights, for messages. weights:
     what the group says about weights."""
@@ -44,9 +45,9 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a Refused for the first setting whose value is not served; None if all values are served. key: the key of the object
-    that holds the settings, for messages; "": it is the configuration itself. weights: the settings. served: setting -> the only
-    value that is served."""
+    """Returns a Refused (key and reason) for the first setting whose value is not served; None if all values are served. key: the
+    key of the object that holds the settings, for messages; "": it is the configuration itself. weights: the settings. served:
+    setting -> the only value that is served."""
     for name, value in served.items():
         if weights.get(name) != value:
             return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))

@@ -30,7 +30,7 @@ def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = Fals
 
     stored: [S, G] (float32, bfloat16 or float16); each row is written for `repeats` consecutive rows of the matrix, the last one
     perhaps for fewer. held: [N * G] or, with `kept`, only the elements of that part. inverse: whether the inverses of the stored
-    numbers are written. kept: the part of the elements [N, G] that a device's share holds; None: all."""
+    numbers are written. kept: the part of the elements [N, G] that a device's share of a split model holds; None: all."""
     wide = stored.float()
     if inverse:
         wide = wide.reciprocal()

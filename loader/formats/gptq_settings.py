@@ -29,8 +29,8 @@ class Gptq(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
-    """Returns the GPTQ settings in a `quantization_config`; a Refused for a setting that is not served; None if the configuration
-    is not about GPTQ."""
+    """Returns the GPTQ settings in a `quantization_config`; a Refused (key and reason) for a setting that is not served; None if
+    the configuration is not about GPTQ."""
     if config.get("quant_method") != "gptq":
         return None
     if (refused := refused_setting(config)) is not None:
@@ -50,8 +50,8 @@ def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
 
 
 def refused_setting(config: Mapping[str, Any]) -> Refused | None:
-    """Returns a Refused for the first setting of a GPTQ or AWQ `quantization_config` that is not served; None if there is none.
-    Only the settings that GPTQ and AWQ have in common are checked."""
+    """Returns a Refused (key and reason) for the first setting of a GPTQ or AWQ `quantization_config` that is not served; None if
+    there is none. Only the settings that GPTQ and AWQ have in common are checked."""
     if config.get("bits") != 4:
         return not_served("bits", config.get("bits"), "4")
     if config.get("group_size") not in GROUPS:

@@ -85,9 +85,9 @@ def place(
     output share one. is_joint: whether the loader reorders the inputs of the weights, which it does once all matrices of the group
     have been read.
 
-    Raises CheckpointError for a matrix whose inputs are not whole groups, or whose outputs do not fill whole words of zero points.
-    In a split model it raises CheckpointError also for a part of a matrix that begins or ends within a group or a word, and for a
-    part that has only some of the inputs of a matrix whose inputs are reordered."""
+    Raises CheckpointError for a matrix whose number of inputs is no multiple of group_inputs, or whose outputs do not fill whole
+    words of zero points. In a split model it raises CheckpointError also for a part of a matrix that begins or ends among inputs
+    that share a scale, or within a word, and for a part that has only some of the inputs of a matrix whose inputs are reordered."""
     step = group_inputs or STEP
     slots: list[WeightSlot] = []
     end = space.begin_bytes

@@ -1,5 +1,5 @@
-"""Rearranges the four-bit numbers of AWQ and GPTQ checkpoints into the kernels' order (relayout.py), a tile at a time, on the
-device that holds the tensors.
+"""Rearranges the four-bit numbers of AWQ and GPTQ checkpoints into the kernels' order (relayout.py), some rows and columns at a
+time, on the device that holds the tensors.
 
 AWQ (https://github.com/casper-hansen/AutoAWQ, `gemm`) and GPTQ (https://github.com/ModelCloud/GPTQModel) store four-bit numbers in
 words of 32 bits. Shapes: R stored rows, C elements of a row, N outputs, K inputs, G groups.
@@ -36,8 +36,9 @@ _SWAPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F))
 
 
 def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tensor:
-    """Returns the part of a rearranged tensor's memory that some of its stored rows fill, as a view. held: the memory of the whole
-    tensor (Relayout.held_shape). first: index of the first of these rows. num_rows: the number of rows."""
+    """Returns a view of the part of a rearranged tensor's memory that some of the tensor's stored rows fill. held: the memory of
+    the whole tensor (Relayout.held_shape). relayout: how its numbers are rearranged. first: index of the first of these stored
+    rows. num_rows: their number."""
     if held.dim() < 2:
         return held
     if relayout.turned:
@@ -95,9 +96,9 @@ def _scales(stored: Tensor, held: Tensor) -> None:
 
 
 def _zeros(order: tuple[int, ...], added: int, turned: bool) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function write(stored, held) that unpacks zero points. stored: words [R, C], each with eight outputs. held: uint8
-    [8 C, R], or [8 R, C] if `turned` is False. order: for the n-th four bits of a word, the index of the output to which they
-    belong. added: number that is added to each zero point. turned: whether the tensor is transposed."""
+    """Returns a function write(stored, held), which unpacks the zero points in `stored` to `held`. stored: words [R, C], each with
+    eight outputs. held: uint8 [8 C, R], or [8 R, C] if `turned` is False. order: for the n-th four bits of a word, the index of the
+    output to which they belong. added: number that is added to each zero point. turned: whether the tensor is transposed."""
 
     def write(stored: Tensor, held: Tensor) -> None:
         to = held.unflatten(0, (-1, IN_WORD))
@@ -132,8 +133,8 @@ def _check_order(groups: Tensor, first: int, group_inputs: int) -> None:
 
 
 def order_of(groups: Tensor, group_inputs: int) -> Tensor:
-    """Returns the indices of a matrix's inputs, sorted by group: [K] int32. groups: [K] int32, for each input the index of its
-    group. Raises ValueError unless every group has group_inputs inputs."""
+    """Returns the indices of a matrix's inputs, sorted by their groups (inputs that share a scale): [K] int32. groups: [K] int32,
+    for each input the index of its group. Raises ValueError unless every group has group_inputs inputs."""
     num_groups = len(groups) // group_inputs
     if not bool(((groups >= 0) & (groups < num_groups)).all()):
         raise ValueError(f"holds a group that does not exist: there are {num_groups}, from 0 on")

@@ -25,8 +25,8 @@ class Int4(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> Int4 | Refused | None:
-    """Returns the INT4 settings in a `quantization_config`; a Refused for a setting that is not served; None if the configuration
-    is not about INT4 as compressed-tensors writes it."""
+    """Returns the INT4 settings in a `quantization_config`; a Refused (key and reason) for a setting that is not served; None if
+    the configuration is not about INT4 as compressed-tensors writes it."""
     if config.get("quant_method") != "compressed-tensors":
         return None
     return read_groups(config, "pack-quantized", _group)

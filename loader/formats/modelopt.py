@@ -19,8 +19,8 @@ _METHODS = {"modelopt": (FP8, FP8_BY_OUTPUT, NVFP4, NVFP4_WEIGHTS), "modelopt_fp
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | Refused | None:
-    """Returns the quantisation algorithm that ModelOpt's `quantization_config` names, such as "NVFP4"; a Refused if it is not
-    served; None if ModelOpt did not write the configuration."""
+    """Returns the quantisation algorithm that ModelOpt's `quantization_config` names, such as "NVFP4"; a Refused (key and reason)
+    if it is not served; None if ModelOpt did not write the configuration."""
     served = _METHODS.get(str(config.get("quant_method")))
     if served is None:
         return None

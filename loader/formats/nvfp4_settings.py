@@ -39,8 +39,8 @@ COMPRESSED = Nvfp4(".weight_packed", ".weight_scale", ".weight_global_scale", di
 
 
 def read(config: Mapping[str, Any]) -> Nvfp4 | Refused | None:
-    """Returns the names of the tensors of an NVFP4 checkpoint, which follow from its `quantization_config`; a Refused for a setting
-    that is not served; None if the configuration is not about NVFP4."""
+    """Returns the names of the tensors of an NVFP4 checkpoint, which follow from its `quantization_config`; a Refused (key and
+    reason) for a setting that is not served; None if the configuration is not about NVFP4."""
     if config.get("quant_method") == "compressed-tensors":
         return read_groups(config, "nvfp4-pack-quantized", _compressed_group)
     algorithm = modelopt.algorithm_of(config)
@@ -56,8 +56,8 @@ def _compressed_group(key: str, weights: Mapping[str, Any]) -> Nvfp4 | Refused:
 
 def _modelopt(config: Mapping[str, Any]) -> Nvfp4 | Refused:
     """Checks the settings of NVFP4 in a configuration that ModelOpt wrote. Returns the names of the tensors of a matrix, or a
-    Refused for a setting that is not served. The number of inputs that share a scale may be given by `group_size` or, in
-    config.json, for each group of modules."""
+    Refused (key and reason) for a setting that is not served. The number of inputs that share a scale may be given by `group_size`
+    or, in config.json, for each group of modules."""
     if config.get("group_size") is not None and (refused := first_other("", config, {"group_size": GROUP})) is not None:
         return refused
     groups = config.get("config_groups") or {}

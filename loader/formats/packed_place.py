@@ -33,7 +33,7 @@ class PackedPlace(NamedTuple):
 
     @property
     def row_body_bytes(self) -> int:
-        """The number of bytes that one row takes in the array `body`."""
+        """The number of bytes that one row takes in the array `body`, which holds the sign and mantissa of each weight."""
         return num_blocks(self.num_inputs) * PANEL_BODY_BYTES // PANEL_ROWS
 
     @property
@@ -65,15 +65,15 @@ class PackedPlace(NamedTuple):
         return self.escapes_at_bytes + self.most_escapes + ESCAPES_BEHIND
 
     def row_at(self, place_bytes: int) -> int:
-        """Returns the index of the row that begins at an offset, if offsets are counted as though the rows of the array `body` lay
-        end to end (WeightSlot.offset_bytes). In memory the rows of each panel are interleaved. place_bytes: this offset in the
-        weight range."""
+        """Returns the index of the matrix row to which an offset in the weight range belongs. place_bytes: the offset, counted as
+        though the rows of the array `body` lay end to end (WeightSlot.offset_bytes). In memory the rows of each panel (four rows)
+        are interleaved."""
         return (place_bytes - self.begin_bytes) // self.row_body_bytes
 
     def ranges(self, first: int, last: int) -> list[tuple[int, int]]:
         """Returns where the panels (groups of four rows) with the indices `first` to `last` - 1 lie: four ranges [begin, end) of
-        the weight range, in bytes, in the arrays body, codes, bases and starts. The array of escapes is left out, because a panel's
-        escapes may lie anywhere in it."""
+        the weight range, in bytes, in the arrays body, codes, bases and starts. The array of escapes (exponents that have no
+        three-bit code) is left out, because a panel's escapes may lie anywhere in it."""
         sizes = (
             (self.begin_bytes, PANEL_ROWS * self.row_body_bytes),
             (self.codes_at_bytes, self._panel_codes_bytes),

@@ -94,8 +94,9 @@ def pack(weights: Any) -> PackedRows:
 
 def pack_rows(weights: Any, body: Any, codes: Any, bases: Any, starts: Any, escapes: Any) -> int:
     """Packs whole panels of rows into the parts of a packed matrix's arrays (see PackedRows) that belong to these panels, and
-    returns the number of escapes. weights: [rows, K] uint16, the bits of bfloat16. starts: gets indices that are counted from the
-    first escape of these rows. escapes: must have room for weights.size + ESCAPES_BEHIND bytes."""
+    returns the number of their escapes (exponents that have no three-bit code, stored apart). weights: [rows, K] uint16, the bits
+    of bfloat16. starts: gets indices that are counted from the first escape of these rows. escapes: must have room for weights.size
+    + ESCAPES_BEHIND bytes."""
     num_rows, num_inputs = weights.shape
     blocks = num_blocks(num_inputs)
     at_once, num_escapes = max(1, _WEIGHTS_AT_ONCE // (PANEL_ROWS * BLOCK * max(1, blocks))), 0
@@ -115,8 +116,9 @@ def pack_rows(weights: Any, body: Any, codes: Any, bases: Any, starts: Any, esca
 
 
 def _pack(weights: Any, blocks: int, body: Any, codes: Any, bases: Any) -> tuple[Any, Any]:
-    """Packs weights [rows, inputs] uint16 into the body, codes and bases of their panels (see PackedRows). Returns the number of
-    escapes of each panel, and all escapes. blocks: number of blocks of 64 inputs in a row."""
+    """Packs weights [rows, inputs] uint16 into the arrays body, codes and bases of their panels of four rows (see PackedRows).
+    Returns (the number of escapes of each panel, all escapes); an escape is an exponent that has no three-bit code. blocks: number
+    of blocks of 64 inputs in a row."""
     num_rows, num_inputs = weights.shape
     panels = num_panels(num_rows)
     exponents = (weights >> np.uint16(7)).astype(np.uint8)
@@ -139,14 +141,16 @@ def _pack(weights: Any, blocks: int, body: Any, codes: Any, bases: Any) -> tuple
 
 
 def _in_places(of_weights: Any, panels: int, blocks: int) -> Any:
-    """Rearranges bytes [rows, inputs], one for each weight, into the order of the body: [panels, blocks, PANEL_ROWS, BLOCK].
-    Position p within a block gets the byte of weight ORDER[p]."""
+    """Rearranges bytes [rows, inputs], one for each weight, into the order of the array `body`, which holds a byte for each weight:
+    [panels, blocks, PANEL_ROWS, BLOCK]. The last axis has 64 consecutive weights of a row; its position p gets the byte of weight
+    ORDER[p] of these."""
     return of_weights.reshape(panels, PANEL_ROWS, blocks, BLOCK)[..., list(ORDER)].transpose(0, 2, 1, 3).copy()
 
 
 def unpack_rows(body: Any, codes: Any, bases: Any, starts: Any, escapes: Any, out: Any) -> None:
-    """Unpacks the weights of consecutive panels to out [rows, K] uint16. body, codes, bases, starts: the parts of a packed matrix's
-    arrays (see PackedRows) that belong to these panels. escapes: the array of escapes of the whole matrix."""
+    """Unpacks the weights of consecutive panels (four rows each) to out [rows, K] uint16. body, codes, bases, starts: the parts of
+    a packed matrix's arrays (see PackedRows) that belong to these panels. escapes: the array of escapes (exponents that have no
+    three-bit code) of the whole matrix."""
     num_rows, num_inputs = out.shape
     panels, blocks = len(starts), num_blocks(num_inputs)
     shape = (panels, blocks, PANEL_ROWS, BLOCK)

@@ -61,8 +61,8 @@ def stored_format(shape: ModelShape) -> WeightFormat:
 
 def recognised_format(fields: Fields, key: str = CONFIG_KEY) -> str:
     """Returns the name of the weight format in which a checkpoint stores its matrices, according to its configuration; "": plain.
-    fields: the object that describes the format under `key`. Raises UnsupportedModel for a format or a setting that is not
-    served."""
+    fields: a JSON object of the configuration, which describes the format under `key`. Raises UnsupportedModel for a format or a
+    setting that is not served."""
     config = fields.values.get(key)
     if config is None or config == {}:
         return PLAIN.name

@@ -48,8 +48,8 @@ def _stored(names: Nvfp4, group: TensorGroup) -> list[StoredTensor]:
 
 def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     """Lays out a group of NVFP4 matrices in memory. Returns the slots (WeightSlot) and the offset in bytes of the first free byte
-    after them. names: the names of the tensors of a matrix. group: the matrices. space: the free space of the weight range. Raises
-    CheckpointError for a matrix whose number of inputs is no multiple of 32, which the kernels need."""
+    after them. names: the suffixes of the names of a matrix's tensors. group: the matrices. space: the free space of the model's
+    weight range. Raises CheckpointError for a matrix whose number of inputs is no multiple of 32, which the kernels need."""
     for name, (_, num_inputs) in group.tensors:
         if num_inputs % STEP:
             raise CheckpointError("config.json", name, f"has {num_inputs} inputs, no multiple of {STEP}, which NVFP4 needs")

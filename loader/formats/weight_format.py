@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
 
 
 class WeightSlot(NamedTuple):
-    """The location of one parameter in a model's weight range, and what is held there.
+    """The location of one parameter in a model's weight range (the memory for all its weights), and what is held there.
 
     name, shape: as in the checkpoint. offset_bytes, num_bytes: where it begins, and how long it is. stage: the part of a forward
     pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers. held_as: the dtype in
@@ -91,7 +91,7 @@ class WeightSlot(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The tensor's shape in the checkpoint."""
+        """The shape of the whole tensor in the checkpoint, even if the parameter is only a part of it."""
         return self.shape if self.cut is None else self.cut.whole_of(self.shape)
 
     @property
@@ -101,10 +101,10 @@ class WeightSlot(NamedTuple):
 
 
 class Space(NamedTuple):
-    """The free space of the weight range in which a format lays out the next group of tensors. offset_bytes: the offset of the
-    first free byte. item_bytes: bytes of an element of the model's dtype. block_offset: the offset within a 4 KiB block at which
-    the group begins in its file; -1: it does not matter. stage: the part of a forward pass that first needs the group
-    (WeightSlot.stage). stored_dtype: the dtype in config.json."""
+    """The free space of a model's weight range (the memory for all its weights), in which a format lays out the next group of
+    tensors. offset_bytes: the offset of the first free byte. item_bytes: bytes of an element of the model's dtype. block_offset:
+    the offset within a 4 KiB block at which the group begins in its file; -1: it does not matter. stage: the part of a forward pass
+    that first needs the group (WeightSlot.stage). stored_dtype: the dtype in config.json."""
 
     offset_bytes: int
     item_bytes: int
@@ -114,9 +114,9 @@ class Space(NamedTuple):
 
     @property
     def begin_bytes(self) -> int:
-        """The offset in the weight range at which the next tensor group begins. Within a 4 KiB block it is the same as the group's
-        offset in its file (block_offset), so that the group may be read without a copy; if block_offset is -1, it is a multiple of
-        64."""
+        """The offset in the model's weight range (the memory for all its weights) at which the next tensor group begins. Within a 4
+        KiB block it is the same as the group's offset in its file (block_offset), so that the group may be read without a copy; if
+        block_offset is -1, it is a multiple of 64."""
         offset = self.offset_bytes
         return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 
