@@ -140,8 +140,9 @@ def scan(
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the checkpoints by name, sorted. If several have the same name, only one is taken: an adapter whose folder was given
-    by name if there is one, else the one in a folder below the models folder, else the one in a Hugging Face cache."""
+    """Returns the checkpoints that a scan has found, by name, sorted. If several have the same name, only one is taken: an adapter
+    whose folder was given by name if there is one, else the one in a folder below the models folder, else the one in a Hugging Face
+    cache."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     named: dict[str, Checkpoint] = {}
@@ -520,9 +521,10 @@ def _sum_up(
 
 
 def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
-    """Returns the shape with its fields stored_format, plain_groups and block_offsets set according to a checkpoint's tensors.
-    names: the names of all stored tensors. tensors: the same tensors, from the files' headers. Raises CheckpointError if, in a
-    group of matrices that one matrix multiplication reads, some are quantised and some are not."""
+    """Returns the shape with three fields set according to a checkpoint's tensors: stored_format (the weight format), plain_groups
+    (the tensor groups that are not quantised) and block_offsets (where groups begin in their files, for direct reads). names: the
+    names of all stored tensors. tensors: the same tensors, from the files' headers. Raises CheckpointError if, in a group of
+    matrices that one matrix multiplication reads, some are quantised and some are not."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
     return replace(shape, block_offsets=layout.block_offsets(shape, tensors))

@@ -75,8 +75,9 @@ def described_model(folder: Path) -> DescribedModel:
 
 
 def _named(shape: ModelShape, names: set[str]) -> ModelShape:
-    """Returns the shape with stored_format and plain_groups set according to the names of a checkpoint's tensors. names: all names
-    in the checkpoint's index. Raises CheckpointError for a tensor that the model needs and that the index lacks."""
+    """Returns the shape with stored_format (the weight format) and plain_groups (the tensor groups that are not quantised) set
+    according to the names of a checkpoint's tensors. names: all names in the checkpoint's index. Raises CheckpointError for a
+    tensor that the model needs and that the index lacks."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):
