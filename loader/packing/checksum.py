@@ -16,7 +16,7 @@ _STEP_WORDS = 1 << 15  # words summed at a time, few enough to stay in the cache
 
 
 def of(source: Any) -> int:
-    """Returns the 128-bit checksum of a uint8 array."""
+    """Returns the 128-bit checksum of a uint8 array: two sums of 64 bits over its 8-byte words."""
     sums = np.zeros(2, np.uint64)
     whole = len(source) // 8 * 8
     add_words(source[:whole], sums)
@@ -38,9 +38,9 @@ def add_words(source: Any, sums: Any) -> None:
 
 
 def add_rest(rest: Any, num_words: int, sums: Any) -> None:
-    """Adds the last bytes of a piece, which are fewer than a word, to the piece's checksum in place; they count as a word that is
-    padded with zeros. rest: these bytes, uint8, perhaps none. num_words: the number of whole words before them, which is the padded
-    word's index. sums: the two sums of the checksum, uint64 [2]."""
+    """Adds the last bytes of a piece of memory, which are fewer than 8, to the piece's checksum in place. They count as an 8-byte
+    word that is padded with zeros. rest: these bytes, uint8, perhaps none. num_words: the number of whole words before them, which
+    is the padded word's index. sums: the two sums of the checksum, uint64 [2]."""
     if len(rest):
         last = np.zeros(8, np.uint8)
         last[: len(rest)] = rest

@@ -16,7 +16,8 @@ _COUNTED_VALUES = 1 << 16  # a frame's seven exponents are found from about this
 
 
 def sum_of(data: Any) -> int:
-    """Returns the 64-bit checksum that packed files record for a frame. data: the frame's bytes, uint8."""
+    """Returns the 64-bit checksum that packed files record for a frame, a piece that can be decoded alone. data: the frame's bytes,
+    uint8."""
     return checksum.combined([checksum.of(data)])
 
 
@@ -74,8 +75,8 @@ class Parts:
 
 
 def decode(data: Any, out: Any) -> None:
-    """Unpacks a frame into bfloat16 values. data: the frame, uint8, contiguous. out: uint16 [N], receives the bits of all values.
-    Raises FrameError if the frame is not valid or does not hold N values."""
+    """Unpacks a frame, a piece of a packed file, into bfloat16 values. data: the frame, uint8, contiguous. out: uint16 [N],
+    receives the bits of all values. Raises FrameError if the frame is not valid or does not hold N values."""
     parts = Parts(data, len(out))
     codes = np.unpackbits(parts.words[0].view(np.uint8), bitorder="little")
     for bit in range(1, frame.NUM_PLANES):

@@ -43,15 +43,15 @@ def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
 
 
 def frames_of(fd: int, tensor: TensorRef) -> Iterator[tuple[Frame, Any]]:
-    """Yields the frames of a packed file's tensor, each with its bytes in the file (uint8). fd: descriptor of the file. Raises
-    CheckpointError if the file ends too early."""
+    """Yields the frames of a packed file's tensor (pieces that can each be decoded alone), each with its bytes in the file (uint8).
+    fd: descriptor of the file. Raises CheckpointError if the file ends too early."""
     for frame in tensor.frames:
         yield frame, read_bytes(fd, tensor, frame.begin - tensor.offset_bytes, frame.end - frame.begin)
 
 
 def verify_tensor(fd: int, tensor: TensorRef, plain_fd: int | None, plain: TensorRef | None, on_bytes: OnBytes) -> None:
-    """Checks a tensor of a packed file: that every frame has its recorded checksum and (if there is a plain file) decodes to the
-    plain file's bytes, and that all decoded bytes together have the SHA-256 that the packed file records.
+    """Checks a tensor of a packed file: that every frame (piece of the file) has its recorded checksum and (if there is a plain
+    file) decodes to the plain file's bytes, and that all decoded bytes together have the SHA-256 that the packed file records.
 
     fd: descriptor of the packed file. plain_fd, plain: descriptor of the plain file, and the tensor in it; None: there is no plain
     file. on_bytes: called with the number of decoded bytes since the last call. Raises CheckpointError, which names file, tensor
