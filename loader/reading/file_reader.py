@@ -1,5 +1,5 @@
 """Carries out the planned reads of a weight file. The bytes come from the page cache or directly from the drive, and go either
-straight to their place in the weight range or through a staging slot.
+straight to their place in the weight range or through a staging slot, a buffer of host memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ log = logging.getLogger("loader")
 class Fetched:
     """The result of a read that was carried out.
 
-    direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through the staging slot. given_bytes: bytes that
-    another rank had read. All three count bytes of tensors as they are in the file.
+    direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through the staging slot, a buffer of host memory.
+    given_bytes: bytes that another rank (device of a split model) had read. All three count bytes of tensors as they are in the
+    file.
 
     fence: passed when the copies of this read's bytes to a device have ended; the caller then gives `slot` back to the ring of
     staging slots. None: there are no copies, and the caller must not give back `slot`."""
@@ -43,8 +44,8 @@ class Fetched:
 
 @dataclass(slots=True, eq=False)
 class Fetching:
-    """The state of one reader thread. slot: the staging slot of the thread's current or last read; None before the first. call:
-    entered around each file system call of the thread, so that another thread may abandon the call."""
+    """The state of one reader thread. slot: the staging slot (buffer of host memory) of the thread's current or last read; None
+    before the first. call: entered around each file system call of the thread, so that another thread may abandon the call."""
 
     call: CallUnderWay = field(default_factory=CallUnderWay)
     slot: memoryview | None = None
@@ -52,8 +53,9 @@ class Fetching:
 
 class FileReader:
     """Reads one open weight file. Several threads may call `fetch` at once. file: the file's name, for errors. fd: the file's
-    descriptor. sink: the destination of the weights. ring: the staging slots. stack: closes the descriptors that this reader opens.
-    unpacker: decodes packed frames."""
+    descriptor. sink: the destination of the weights. ring: the staging slots, buffers of host memory through which bytes go that
+    cannot be read straight to their place. stack: closes the descriptors that this reader opens. unpacker: decodes the frames
+    (pieces) of packed files."""
 
     def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
         self._file, self._fd, self._sink, self._ring, self._unpacker = file, fd, sink, ring, unpacker
@@ -74,12 +76,12 @@ class FileReader:
     def fetch(
         self, read: Read, at: Fetching, given: memoryview | None = None, offer: Callable[[memoryview], None] | None = None
     ) -> Fetched:
-        """Carries out a read in the calling thread. On return its weights are in the weight range, or are being copied to it from a
-        staging slot; the caller gives this slot back to the ring once Fetched.fence is passed. at: the state of the thread, updated
-        here.
+        """Carries out a read in the calling thread. On return its weights are in the model's weight range (the memory for all its
+        weights), or are being copied to it from a staging slot (a buffer of host memory). The caller gives this slot back to the
+        ring once Fetched.fence is passed. at: the state of the thread, updated here.
 
-        For a read that several ranks share: given: the read's bytes, if another rank has read them. offer: called with the bytes
-        before they are stored, to give them to the other ranks.
+        For a read that several ranks (devices of a split model) share: given: the read's bytes, if another rank has read them.
+        offer: called with the bytes before they are stored, to give them to the other ranks.
 
         Raises ReadFailed if the drive fails, and CheckpointError if the file ends too early or a frame is damaged; both name file,
         tensor and offset. Raises RuntimeError if the device failed, and LeftBehind if another thread has abandoned the file system
@@ -116,16 +118,16 @@ class FileReader:
         return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence, given_bytes)
 
     def _stored_from(self, read: Read, given: memoryview) -> Fetched:
-        """Stores the bytes of a read that another rank has carried out in the weight range, straight from the memory through which
-        ranks share reads. given: these bytes. Returns when they are stored."""
+        """Stores the bytes of a read in the weight range, if another rank (device of a split model) has read them from the file.
+        given: the bytes, in the memory through which ranks share reads. Returns when they are stored."""
         self._store(read, staged_spans(read, ()), given)
         if (fence := self._sink.fence()) is not None:
             fence.wait()
         return Fetched(read, 0, 0, given, None, read.num_bytes)
 
     def _store(self, read: Read, spans: Iterable[Span], held: memoryview) -> None:
-        """Starts moving parts of a read from a buffer to their offsets in the weight range. spans: the parts. held: the buffer,
-        whose first byte is the read's first byte."""
+        """Starts moving parts of a read from a buffer to their offsets in the model's weight range. spans: the parts. held: the
+        buffer, whose first byte is the first byte of the read."""
         for span in spans:
             staged = held[span.begin - read.begin : span.end - read.begin]
             if span.segment.frame is None:
@@ -135,9 +137,9 @@ class FileReader:
 
     def _from_file(self, read: Read, call: CallUnderWay, slot: memoryview, in_place: bool) -> tuple[int | None, list[Span]]:
         """Reads the bytes of a read from the file: through the page cache if it holds them, otherwise past it. Returns (the
-        descriptor that bypassed the page cache, or None; the spans that are in the slot and must still be stored). call: entered
-        around file system calls. slot: the staging slot. in_place: whether bytes may be read directly into the weight range; if
-        not, all of them go to the slot."""
+        descriptor that bypassed the page cache, or None; the spans, or parts of the read, that are in the slot and must still be
+        stored). call: entered around file system calls. slot: the staging slot, a buffer of host memory. in_place: whether bytes
+        may be read directly into the weight range; if not, all of them go to the slot."""
         direct_fd = self._direct_fd
         with call:
             if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
@@ -151,8 +153,8 @@ class FileReader:
         return None, self._brought(read, call, slot, None, in_place)
 
     def _take_back(self, slot: memoryview) -> None:
-        """Gives the staging slot of a failed read back to the ring, after waiting for copies from the slot that were already
-        started."""
+        """Gives the staging slot (buffer of host memory) of a failed read back to the ring of free ones, after waiting for copies
+        from the slot that were already started."""
         try:
             fence = self._sink.fence()
             if fence is not None:
@@ -163,9 +165,9 @@ class FileReader:
 
     def _brought(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None, in_place: bool) -> list[Span]:
         """Reads the bytes of a read from the file, directly into the weight range where that is possible and into the staging slot
-        otherwise. Returns the spans that are in the slot. call: entered around file system calls. direct_fd: a descriptor that
-        bypasses the page cache; None: the page cache is used. in_place: whether bytes may be read directly into the weight range;
-        if not, all of them go to the slot."""
+        otherwise. Returns the spans (parts of the read) that are in the slot and must still be stored. call: entered around file
+        system calls. direct_fd: a descriptor that bypasses the page cache; None: the page cache is used. in_place: whether bytes
+        may be read directly into the weight range; if not, all of them go to the slot."""
         memory, direct = self._memory, list[Span]()
         if memory is not None and in_place:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)
@@ -209,7 +211,7 @@ class FileReader:
 
 
 def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Returns what is left of the buffers when their first num_bytes have been filled."""
+    """Returns the buffers without their first num_bytes bytes, which have been filled already."""
     for i, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[i + 1 :]]

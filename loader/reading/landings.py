@@ -18,9 +18,9 @@ Places = Sequence[tuple[int, int]]  # [begin, end) in bytes of the weight range
 
 
 class Landings:
-    """Tracks which parts of a model's weight range are complete during one load. reads: all reads of the load. sink: the
-    destination of the weights. If the inputs of several parameters are to be reordered together (WeightSlot.joint), `of` has the
-    sink reorder them once all of these parameters have been stored."""
+    """Tracks during one load which parts of a model's weight range (the memory for all its weights) are complete. reads: all reads
+    of the load. sink: the destination of the weights. If the inputs of several parameters are to be reordered together
+    (WeightSlot.joint), `of` has the sink reorder them once all of these parameters have been stored."""
 
     def __init__(self, reads: Iterable[Read], sink: WeightSink) -> None:
         self._sink = sink
@@ -37,8 +37,8 @@ class Landings:
                     self._files[slot.name] = segment.tensor.file
 
     def of(self, read: Read) -> Places:
-        """Returns the ranges [begin, end) of the weight range, in bytes, that become complete with this read, all bytes of which
-        have been stored. Must be called once for each read, from any thread. Raises CheckpointError if matrices that one matrix
+        """Returns the ranges [begin, end) of the weight range, in bytes, that become complete with a read. Must be called once for
+        each read, after all its bytes have been stored, from any thread. Raises CheckpointError if matrices that one matrix
         multiplication reads together have their inputs in different orders, and RuntimeError if the device failed."""
         places: list[tuple[int, int]] = []
         for segment in read.segments:

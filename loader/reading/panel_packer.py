@@ -21,8 +21,8 @@ PackRows = Callable[..., int]  # as loader.formats.packed_rows.pack_rows
 
 
 class PanelPacker:
-    """Packs the rows of matrices into the weight range of one load. Several threads may use it at once. memory: the weight range,
-    uint8. pack_rows: the implementation of loader.formats.packed_rows.pack_rows."""
+    """Packs the rows of matrices into the model's weight range (the memory for all its weights), for one load. Several threads may
+    use it at once. memory: the weight range, uint8. pack_rows: the implementation of loader.formats.packed_rows.pack_rows."""
 
     def __init__(self, memory: Any, pack_rows: PackRows = packed_rows.pack_rows) -> None:
         self._memory, self._pack_rows = memory, pack_rows

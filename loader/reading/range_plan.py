@@ -41,7 +41,7 @@ QUANTIZED, SCALES, PACKED = "int8", "scales", "packed"
 @dataclass(slots=True, frozen=True)
 class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at the offset place_bytes of the
-    weight range.
+    model's weight range (the memory for all its weights).
 
     target: what the elements are converted to: the engine's dtype if it differs from the stored one, else "". These are special
     values:
@@ -147,8 +147,8 @@ class Segment:
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """A part of a segment: bytes [begin, end) of the segment's file. place_bytes: the offset in the weight range at which the part
-    belongs."""
+    """A part of a segment of a read: bytes [begin, end) of the segment's file. place_bytes: the offset in the model's weight range
+    (the memory for all its weights) at which the part belongs."""
 
     segment: Segment
     begin: int
@@ -162,8 +162,8 @@ class Span:
 @dataclass(slots=True, frozen=True)
 class Read:
     """One read from a file. begin, end: its bytes [begin, end) of the file, which are whole blocks of 4 KiB (`end` may be past the
-    end of the file). segments: the parts of the read that hold parameters, in file order. num_readers: how many ranks share the
-    read; each of them has the same read in its plan. 1: it is not shared."""
+    end of the file). segments: the parts of the read that hold parameters, in file order. num_readers: how many ranks (devices of a
+    split model) share the read; each of them has the same read in its plan. 1: it is not shared."""
 
     file: str
     begin: int
@@ -206,8 +206,8 @@ def plan_reads(
     readers: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Read]:
     """Returns reads that read every parameter once. They are ordered by the first part of a forward pass that needs something of
-    the read (WeightSlot.stage), then by file. Within a file, reads that ranks do not share come before shared ones, each in the
-    order of the file.
+    the read (WeightSlot.stage), then by file. Within a file, reads that ranks (devices of a split model) do not share come before
+    shared ones, each in the order of the file.
 
     headers: file name -> header. layout: the locations of all parameters in the weight range. dtype: the model's dtype. read_bytes:
     the length of the longest read, in whole blocks of 4 KiB, at least two. readers: for parameters whose reads may be shared, name
@@ -266,10 +266,13 @@ def plan_reads(
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
-    """Returns the segments of a tensor that a device's share of a model needs, in file order. If the share has some rows, each run
-    of rows is a segment. If it has some columns, each run of columns of each row is a segment; but if these runs are short, or if a
-    conversion needs all kept columns of a row, the segments are runs of whole rows. whole: the segment of the whole tensor, with
-    the offset of the share's part in the weight range. cut: which part of the tensor the share has."""
+    """Returns the segments (runs of bytes in the file) of a tensor that a device's share of a model needs, in file order. If the
+    share has some rows, each run of rows is a segment. If it has some columns, each run of columns in each row is a segment. But
+    runs of whole rows are the segments if a conversion needs all kept columns of a row at once; in a plain file, if a run of
+    columns is shorter than MIN_RUN_BYTES and a row fits into a read; and in a packed file, if each frame has whole rows.
+
+    whole: the segment of the whole tensor, with the offset of the share's part in the weight range. cut: which part of the tensor
+    the share has. read_bytes: the length of the longest read."""
     dims = whole.tensor.shape
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
@@ -301,9 +304,10 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
 
 
 def _framed(own: Iterable[Segment], read_bytes: int) -> Iterator[Segment]:
-    """Yields a segment for each frame of a packed tensor that holds numbers which the device stores. own: the segments of the
-    tensor that the device stores, in order; their file positions are counted as though the file held the tensor unpacked. Raises
-    CheckpointError for a frame that is longer than a read, or that ends within a unit (Segment.unit_bytes)."""
+    """Yields a segment for each frame (piece of a packed file) of a tensor that holds numbers which the device stores. own: the
+    segments of the tensor that the device stores, in order; their file positions are counted as though the file held the tensor
+    unpacked. read_bytes: the length of the longest read. Raises CheckpointError for a frame that is longer than a read, or that
+    ends within a unit (Segment.unit_bytes)."""
     left = deque(own)
     tensor = left[0].tensor
     for frame in tensor.frames:
@@ -364,9 +368,9 @@ def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
 
 
 def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
-    """Returns the parts of a read that are read directly to their offsets in the weight range, in file order. address: the address
-    of the weight range in memory. alignment: the alignment that the read requires of addresses and file offsets; ANY_ALIGNMENT for
-    a buffered read."""
+    """Returns the parts of a read that are read straight to their offsets in the model's weight range (the memory for all its
+    weights), in file order. address: the address of the weight range in memory. alignment: the alignment that the read requires of
+    addresses and file offsets; ANY_ALIGNMENT for a buffered read."""
     spans = []
     for segment in read.segments:
         # a frame must be checked before any of it is used
@@ -381,8 +385,8 @@ def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
 
 
 def staged_spans(read: Read, direct: Iterable[Span]) -> list[Span]:
-    """Returns the parts of a read that go through the staging slot: all that are not read directly into the weight range. direct:
-    the parts that are read directly, in file order."""
+    """Returns the parts of a read that go through a staging slot, a buffer of host memory: all that are not read directly into the
+    weight range. direct: the parts that are read directly, in file order."""
     inner = {id(span.segment): span for span in direct}
     spans = []
     for segment in read.segments:

@@ -1,5 +1,5 @@
-"""Decides which read a thread of a load carries out next, and whether the bytes come from the file or from another rank that has
-already read them.
+"""Decides which read a thread of a load carries out next, and whether the bytes come from the file or from another rank (device of
+a split model) that has already read them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _LOOK_EVERY_S = 0.0005
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """The next read that a thread carries out. place: the read's index in the plan.
+    """A read that a thread of a load carries out next, and where its bytes come from; not a model's turn on its device. place: the
+    read's index in the plan of the load.
 
-    The other fields are about a read that the ranks of a split model share. owner: the rank that is to carry it out for all; -1:
-    the read is not shared. number: the read's index among the reads of the owner. given: the read's bytes, if the owner has read
-    them; None: they are read from the file. offer: a function that gives bytes to the other ranks; None: they are given to nobody.
-    shared: the memory through which the read is shared; None: it is not shared."""
+    The other fields are about a read that the ranks (devices) of a split model share. owner: the rank that is to carry it out for
+    all; -1: the read is not shared. number: the read's index among the reads of the owner. given: the read's bytes, if the owner
+    has read them; None: they are read from the file. offer: a function that gives bytes to the other ranks; None: they are given to
+    nobody. shared: the memory through which the read is shared; None: it is not shared."""
 
     place: int
     read: Read
@@ -40,8 +41,9 @@ class Turn:
 
 
 class ReadOrder:
-    """The reads of a load that no thread has begun. Several threads may call the methods at once. shared: the memories through
-    which ranks of a split model share reads, each for a different number of ranks (shared_by); (): no reads are shared.
+    """The reads of a load that no thread has begun, and the order in which threads take them. Several threads may call the methods
+    at once. shared: the memories through which the ranks (devices) of a split model share reads, each for a different number of
+    ranks (shared_by); (): no reads are shared.
 
     Reads begin in the order of the plan, except that reads which another rank has already carried out come first, because that rank
     may be waiting for its slot. A thread waits only if all remaining reads depend on other ranks."""
@@ -59,8 +61,8 @@ class ReadOrder:
                 among.add(place, read)
 
     def next(self, stopped: Callable[[], bool]) -> Turn | None:
-        """Returns the calling thread's next read, after waiting for other ranks if all remaining reads depend on them. Returns None
-        if no read remains, or if stopped() returns True."""
+        """Removes the calling thread's next read and returns it. If all remaining reads depend on other ranks (devices of a split
+        model), it first waits for these. Returns None if no read remains, or if stopped() returns True."""
         while not stopped():
             with self._lock:
                 turn = self._ready()
@@ -70,7 +72,8 @@ class ReadOrder:
         return None
 
     def end(self, turn: Turn) -> None:
-        """Records in the shared memory, if the read is shared, that this rank is done with the read `turn`."""
+        """Records that a thread has carried out the read `turn`, which `next` has returned. If ranks (devices of a split model)
+        share the read, the other ranks then see in their shared memory that this rank is done with it."""
         if (shared := turn.shared) is None:
             return
         if turn.owner == shared.rank:
@@ -79,7 +82,8 @@ class ReadOrder:
             shared.take(turn.owner, turn.number)
 
     def _ready(self) -> Turn | None:
-        """Removes the read that comes next and returns its Turn; None if this rank has to wait for other ranks."""
+        """Removes the read that is to be carried out next and returns it; None if this rank (device of a split model) has to wait
+        for other ranks."""
         for among in self._shared:
             if (given := among.offered(self._own)) is not None:
                 self._waits_since_s = None
@@ -95,8 +99,9 @@ class ReadOrder:
         return self._alone()
 
     def _alone(self) -> Turn | None:
-        """Removes a read that another rank should carry out, so that this rank reads it from the file itself, and returns its Turn.
-        None if there is no such read, or if this rank has not yet waited PATIENCE_S seconds for other ranks."""
+        """Removes one of the reads that ranks (devices of a split model) share, and returns it, so that this rank reads it from the
+        file without waiting for others any longer. None if there is no such read, or if this rank has not yet waited PATIENCE_S
+        seconds."""
         now = time.monotonic()
         if self._waits_since_s is None:
             self._waits_since_s = now
@@ -106,8 +111,9 @@ class ReadOrder:
 
 
 class _SharedTurns:
-    """The reads that a number of ranks share and that no thread of this rank has begun, each as a Turn. shared: the memory through
-    which these ranks share reads."""
+    """The reads that several ranks (devices of a split model) share and that no thread of this rank has begun. Each read is carried
+    out by one of the ranks, its owner, which offers the bytes to the others. shared: the memory through which these ranks share
+    reads."""
 
     def __init__(self, shared: SharedReads) -> None:
         self._shared = shared
@@ -119,14 +125,16 @@ class _SharedTurns:
         return any(self._by_owner)
 
     def add(self, place: int, read: Read) -> None:
-        """Appends a read that the ranks share. Must be called in the order of the plan. place: the read's index in the plan."""
+        """Appends a read that the ranks share. Must be called in the order of the load's plan of reads. place: the read's index in
+        the plan."""
         number, owner = divmod(self._num_reads, self._shared.size)
         self._by_owner[owner].append(Turn(place, read, owner, number, shared=self._shared))
         self._num_reads += 1
 
     def offered(self, own: deque[Turn]) -> Turn | None:
-        """Removes a read whose bytes another rank offers and returns its Turn; None if there is none. Reads that their owners will
-        not offer are moved to `own`, the reads that this rank carries out itself."""
+        """Removes a read whose bytes another rank (device of a split model) offers, and returns it with these bytes; None if no
+        bytes are offered. Reads that the rank responsible for them will not offer are moved to `own`, the reads that this rank
+        reads from the file for itself."""
         for owner, turns in enumerate(self._by_owner):
             while owner != self._shared.rank and turns:
                 turn = turns[0]
@@ -141,19 +149,21 @@ class _SharedTurns:
         return None
 
     def to_offer(self) -> Turn | None:
-        """Returns the next read that this rank carries out for all ranks, without removing it. None if there is none, or if there
-        is no free slot in which to offer its bytes."""
+        """Returns the next read that this rank (device of a split model) carries out for all ranks, but does not remove it
+        (`offering` does). None if there is no such read, or if the shared memory has no free slot in which to offer its bytes."""
         turns = self._by_owner[self._shared.rank]
         return turns[0] if turns and self._shared.has_room(turns[0].number) else None
 
     def offering(self) -> Turn:
-        """Removes the next read that this rank carries out for all ranks, which to_offer has returned, and returns its Turn."""
+        """Removes the next read that this rank (device of a split model) carries out for all ranks, and returns it; the result's
+        field `offer` is the function that gives the bytes to the other ranks. Must be called only after `to_offer` has returned
+        this read."""
         turn = self._by_owner[self._shared.rank].popleft()
         return replace(turn, offer=partial(self._shared.offer, turn.number, turn.read))
 
     def alone(self) -> Turn | None:
-        """Removes any of the reads, whichever rank owns it, so that this rank reads it from the file itself, and returns its Turn;
-        None if no read is left."""
+        """Removes any one of the reads and returns it, so that this rank (device of a split model) reads it from the file for
+        itself, even if another rank should carry it out. None if no read is left."""
         for turns in self._by_owner:
             if turns:
                 turn = turns.popleft()

@@ -34,8 +34,8 @@ WAIT_S = 10.0  # for the measurement of another drive
 
 
 class _Kept(msgspec.Struct):
-    """The content of the file in the cache folder that keeps the read rates, in bytes per second; of packed files, the bytes of
-    decoded weights are counted. The keys of read_bytes_per_s are device numbers of file systems, as "major:minor". The keys of
+    """The content of the file in the cache folder that keeps the read rates, in bytes per second; for packed files, bytes of
+    decoded weights per second. The keys of read_bytes_per_s are device numbers of file systems, as "major:minor". The keys of
     packed_bytes_per_s are the same, followed by a space and the name of the decoder."""
 
     read_bytes_per_s: dict[str, float] = {}
@@ -52,15 +52,16 @@ class ReadRates:
 
     def read_bytes_per_s(self, fd: int, ring: StagingRing) -> float:
         """Returns how many bytes per second the drive that holds a file delivers. If the rate is not known, it is measured by
-        reading from this file. fd: descriptor of the file. ring: the slots that the reads use. Raises OSError if the file cannot be
-        read."""
+        reading from this file. fd: descriptor of the file. ring: the staging slots (buffers of host memory) that the reads use.
+        Raises OSError if the file cannot be read."""
         return self._known("read_bytes_per_s", _drive(fd), lambda: _measured(fd, ring, lambda thread, num_bytes: num_bytes))
 
     def packed_bytes_per_s(self, fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
         """Returns how many bytes of weights per second a load gets from packed files on the drive that holds a file. If the rate is
         not known, it is measured by reading from this file and decoding at the same time, because on few cores that takes longer
-        than either alone. fd: descriptor of a packed file. frame: any packed frame of the file. ring: the slots that the reads use.
-        Raises OSError if the file cannot be read, and ValueError if it ends before `frame`."""
+        than either alone. fd: descriptor of a packed file. frame: any frame (piece that can be decoded alone) of the file whose
+        bytes are packed. ring: the staging slots (buffers of host memory) that the reads use. Raises OSError if the file cannot be
+        read, and ValueError if it ends before `frame`."""
         key = f"{_drive(fd)} {decoder.name}"
         return self._known("packed_bytes_per_s", key, lambda: _measured_packed(fd, frame, decoder, ring))
 
@@ -104,8 +105,8 @@ def _drive(fd: int) -> str:
 
 def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int]) -> float:
     """Returns how many bytes per second NUM_THREADS threads together read from a file and process. They read the file's first
-    MEASURED_BYTES, past the page cache if the file system allows that, through the slots of `ring` (or, if the file is not local,
-    through slots of their own).
+    MEASURED_BYTES, past the page cache if the file system allows that, through the staging slots (buffers of host memory) of `ring`
+    or, if the file is not local, through buffers of their own.
 
     weights_of(thread, num_bytes): processes num_bytes bytes that the thread with the index `thread` has just read, and returns how
     many bytes to count for them, for example bytes of decoded weights. Raises OSError, MemoryError, or what weights_of raises."""
@@ -135,8 +136,9 @@ def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int])
 
 def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
     """Returns how many bytes of weights per second several threads read and decode. Whenever a thread has read as many bytes as the
-    frame has, it decodes the frame once, whatever the bytes are that it has read. frame: the packed frame that all threads decode.
-    Raises ValueError if the file ends before `frame`."""
+    frame has, it decodes the frame once, whatever the bytes are that it has read. fd: descriptor of a packed file. frame: the frame
+    (piece of the file) that all threads decode. ring: the staging slots (buffers of host memory) that the reads use. Raises
+    ValueError if the file ends before `frame`."""
     held = bytearray(frame.end - frame.begin)
     if os.preadv(fd, [held], frame.begin) != len(held):
         raise ValueError("the file ends before its first frame")

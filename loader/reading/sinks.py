@@ -1,4 +1,5 @@
-"""Defines sinks, the destinations of weights. A sink writes to a model's weight range, on one kind of device."""
+"""Defines sinks, the destinations of weights. A sink writes to a model's weight range (the memory for all its weights), on one kind
+of device."""
 
 from __future__ import annotations
 
@@ -44,34 +45,34 @@ class Fence(Protocol):
 
 
 class WeightSink(Protocol):
-    """The destination of a load's weights: a model's weight range on a device. Several reader threads use a sink at once, each with
-    different spans.
+    """The destination of a load's weights: a model's weight range (the memory for all its weights) on a device. Several reader
+    threads use a sink at once, each with different spans (parts of reads).
 
     memory: the weight range, if reads may write to it directly; None: all bytes go through staging slots."""
 
     memory: memoryview | None
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Announces that bytes [begin_bytes, end_bytes) of the weight range are about to be filled. If no memory lies behind these
-        addresses yet, the sink makes the system provide it."""
+        """Announces that bytes [begin_bytes, end_bytes) of the model's weight range are about to be filled. If no memory lies
+        behind these addresses yet, the sink makes the system provide it."""
         ...
 
     def store(self, span: Span, staged: memoryview) -> None:
-        """Starts moving the bytes of a span to their offset in the weight range. staged: the bytes, which must not change until a
-        fence that is taken afterwards (`fence`) is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError
-        if the device failed."""
+        """Starts moving the bytes of a span, a part of a read, to their offset in the weight range. staged: the bytes, which must
+        not change until the copy has ended, that is, until the fence that a later call of `fence` returns is passed. Raises
+        CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
         ...
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
         """Starts decoding a packed frame, whose checksum has been verified, into the weight range, and returns True. Returns False
         if the sink cannot decode this frame; the caller must then decode the frame on the host. segment: the frame. staged: the
-        frame's bytes, which must not change until a fence that is taken afterwards (`fence`) is passed. Raises FrameError for a
+        frame's bytes, which must not change until the fence that a later call of `fence` returns is passed. Raises FrameError for a
         frame that is not valid."""
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence that is passed when everything that was stored so far is in the weight range; None if nothing is being
-        copied."""
+        """Returns a fence, on which the caller can wait until everything that was stored so far is in the weight range; None if
+        nothing is being copied."""
         ...
 
     def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
@@ -90,7 +91,8 @@ class WeightSink(Protocol):
 
 
 def _check_scales(span: Span, read: npt.NDArray[np.uint8]) -> None:
-    """Raises CheckpointError if one of a span's scales, stored as exponents (E8M0), is NaN. read: the span's bytes."""
+    """Raises CheckpointError if one of the scales in a span (part of a read), stored as exponents (E8M0), is NaN. read: the span's
+    bytes."""
     if (read == _NAN_SCALE).any():
         tensor = span.segment.tensor
         raise CheckpointError(tensor.file, tensor.name, f"holds the scale NaN (within bytes {span.begin} to {span.end})")
@@ -110,8 +112,8 @@ def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch
 
 @contextmanager
 def _of_span(span: Span) -> Iterator[None]:
-    """Returns a context manager that turns a ValueError about the numbers of a span into a CheckpointError that names the tensor
-    and the span's bytes."""
+    """Returns a context manager that turns a ValueError about the numbers of a span (part of a read) into a CheckpointError that
+    names the tensor and the span's bytes."""
     try:
         yield
     except ValueError as error:
@@ -120,9 +122,9 @@ def _of_span(span: Span) -> Iterator[None]:
 
 
 class HostSink:
-    """A sink whose weight range is this process's own memory. memory: the range, writable, laid out by layout.weight_layout.
-    prepare(begin, end): called before bytes [begin, end) of the range are filled. pack_rows: the implementation of
-    loader.formats.packed_rows.pack_rows for matrices that stay packed."""
+    """The destination of a load's weights (WeightSink) if a model's weight range is this process's own memory. memory: the range,
+    writable, laid out by layout.weight_layout. prepare(begin, end): called before bytes [begin, end) of the range are filled.
+    pack_rows: the implementation of loader.formats.packed_rows.pack_rows for matrices that stay packed."""
 
     def __init__(
         self,
@@ -175,8 +177,8 @@ class HostSink:
             _in_parts(write, source, held)
 
     def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
-        """Stores only some columns of a span's rows. The span must be a whole segment. columns: the columns that are kept. read:
-        the span's bytes."""
+        """Stores only some columns of the rows in a span. The span must be a whole segment of a read, not a part of one. columns:
+        the columns that are kept. read: the span's bytes."""
         segment = span.segment
         ((begin, end),) = segment.places
         if segment.target in _AS_STORED:  # numpy copies parts of rows faster than torch does, and in this thread
@@ -213,7 +215,8 @@ class HostSink:
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
         """Rounds the rows of a span to int8, and writes values and scales to their offsets in the weight range. The span must be a
-        whole segment. read: the span's bytes. Raises CheckpointError for weights that are not finite."""
+        whole segment of a read, not a part of one. read: the span's bytes. Raises CheckpointError for weights that are not
+        finite."""
         segment = span.segment
         width = segment.width if segment.columns is None else segment.columns.length
         rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, width)
@@ -224,8 +227,9 @@ class HostSink:
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
 
     def _pack(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Packs the rows of a span into a matrix that stays packed in memory. The span must be a whole segment. read: the span's
-        bytes. Raises CheckpointError if the matrix cannot stay packed, because there is no space for its escapes."""
+        """Packs the rows of a span into a matrix that stays packed in memory. The span must be a whole segment of a read, not a
+        part of one. read: the span's bytes. Raises CheckpointError if the matrix cannot stay packed, because there is no space for
+        its escapes (exponents that have no three-bit code)."""
         segment = span.segment
         assert segment.whole is not None
         assert segment.whole.packed is not None
@@ -240,8 +244,8 @@ class HostSink:
             self._packer.add(segment.whole.packed, segment.rows[0], bits)
 
     def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Writes the scales of a matrix to their offset in the weight range, in float32. span: a whole segment. read: the span's
-        bytes. Raises CheckpointError for scales that are not finite."""
+        """Writes the scales of a matrix to their offset in the weight range, in float32. span: a whole segment of a read, with all
+        these scales. read: the span's bytes. Raises CheckpointError for scales that are not finite."""
         segment = span.segment
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
         place = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + segment.held_bytes])
@@ -269,7 +273,7 @@ def held_dtype(slot: WeightSlot) -> torch.dtype:
 
 def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
     """Returns (the rows of a segment of a rearranged tensor, the index of the first of these rows in the stored tensor). Columns
-    that the device does not keep are left out. read: the segment's bytes."""
+    that are not in the device's share of a split model are left out. read: the segment's bytes."""
     shape = segment.tensor.shape
     row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
     inner = shape[1:] if segment.columns is None else (segment.columns.length,)
@@ -286,8 +290,8 @@ def row_of_part(slot: WeightSlot, stored: int) -> int:
 
 
 def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of the columns of a segment's rows that are kept. read: all bytes of the segment. The copy is made by NumPy
-    in the calling thread."""
+    """Returns the bytes of the kept columns (Segment.columns) of a segment's rows. read: all bytes of the segment. The result is a
+    copy, made by NumPy in the calling thread."""
     if (columns := segment.columns) is None:
         return read
     item_bytes = DTYPE_BYTES[segment.tensor.dtype]
@@ -296,16 +300,17 @@ def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
 
 
 def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:
-    """Writes the rows of a span to memory in the order in which kernels read them. The span must be a whole segment. slot: the
-    tensor's location in the weight range. rows: the span's rows. first: the index of the first of these rows in the tensor. part:
-    the part of the tensor's memory that the rows fill. Raises CheckpointError for numbers that cannot be held."""
+    """Writes the rows of a span to memory in the order in which kernels read them. The span must be a whole segment of a read, not
+    a part of one. slot: the tensor's location in the weight range. rows: the span's rows. first: the index of the first of these
+    rows in the tensor. part: the part of the tensor's memory that the rows fill. Raises CheckpointError for numbers that cannot be
+    held."""
     assert slot.relayout is not None
     with _of_span(span):
         rearrange(slot.relayout, rows, first, slot.group_inputs, part, CONVERT_ELEMENTS)
 
 
 def check_codes(span: Span, read: npt.NDArray[np.uint8]) -> None:
-    """Raises CheckpointError if one of the span's FP8 codes stands for NaN. read: the span's bytes."""
+    """Raises CheckpointError if one of the FP8 codes in a span (part of a read) stands for NaN. read: the span's bytes."""
     at = nan_at(read)
     if at >= 0:
         tensor, offset = span.segment.tensor, span.begin + at

@@ -28,9 +28,9 @@ MAX_SHARE = 0.95
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """The figures by which a load chooses between plain and packed files. plain_bytes, packed_bytes: sizes of the files.
-    plain_cached: whether the page cache holds most of the plain files. read_bytes_per_s: read rate of the drive.
-    packed_bytes_per_s: how many bytes of weights per second are read and decoded from packed files."""
+    """The figures by which a load chooses between plain and packed files. plain_bytes, packed_bytes: sizes of the plain and of the
+    packed files, in bytes. plain_cached: whether the page cache holds most of the plain files. read_bytes_per_s: read rate of the
+    drive. packed_bytes_per_s: how many bytes of weights per second are read and decoded from packed files."""
 
     plain_bytes: int
     packed_bytes: int
@@ -65,8 +65,9 @@ class Expected:
 
 class SourceChoice:
     """Chooses whether a load reads a model's packed files or its plain ones: those with which the load is expected to end sooner.
-    rates: the drives' read rates. ring: the staging slots with which rates are measured. decoder: returns the decoder of packed
-    files. reason: a sentence for the log that says what was chosen and why; "": there was nothing to choose."""
+    rates: the drives' read rates. ring: the staging slots (buffers of host memory) with which rates are measured. decoder: returns
+    the decoder of packed files. reason: a sentence for the log that says what was chosen and why; "": there was nothing to
+    choose."""
 
     def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
         self._rates, self._ring, self._decoder = rates, ring, decoder
@@ -111,7 +112,7 @@ class SourceChoice:
 
 
 def _are_cached(descriptors: Iterable[int]) -> bool:
-    """Returns whether the page cache holds most of the files' bytes."""
+    """Returns whether the page cache holds most of the bytes of the files with these descriptors."""
     cached = total = 0
     for fd in descriptors:
         size = os.fstat(fd).st_size

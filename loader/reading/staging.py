@@ -63,14 +63,15 @@ class StagingRing:
         self._bytes[:: mmap.PAGESIZE] = 0
 
     def take(self) -> memoryview:
-        """Waits for a free slot and returns it."""
+        """Waits for a free staging slot (buffer) and returns it."""
         while True:
             with contextlib.suppress(Empty):
                 return self._free.get(timeout=MAP_AGAIN_S)
             self._map_missing()
 
     def give_back(self, slot: memoryview) -> None:
-        """Makes a slot free again for `take`. May be called from any thread, once nothing reads from the slot any more."""
+        """Makes a staging slot (buffer) free again for `take`. May be called from any thread, once nothing reads from the slot any
+        more."""
         with self._lock:
             if self._lost and _address(slot) in self._lost:
                 self._lost.discard(_address(slot))
@@ -86,9 +87,9 @@ class StagingRing:
                         self._free.put(other)
 
     def replace(self, slot: memoryview) -> None:
-        """Maps an extra slot in place of one that is held by a read which does not return. If the read returns after all and gives
-        its slot back, one of the extra slots is unmapped. If the system has no memory for an extra slot, `take` tries again later
-        to map it."""
+        """Maps an extra staging slot (buffer) in place of `slot`, which is held by a read that does not return. If the read returns
+        after all and gives its slot back, one of the extra slots is unmapped. If the system has no memory for an extra slot, `take`
+        tries again later to map it."""
         with self._lock:
             self._lost.add(_address(slot))
             self._num_missing += 1
@@ -106,8 +107,8 @@ class StagingRing:
                 self._free.put(slot)
 
     def _is_too_many(self, slot: memoryview) -> bool:
-        """Returns whether a free slot is to be unmapped instead of being used again: it is one of the extra slots that `replace`
-        has mapped, and more of them exist than are needed. If so, counts the slot as unmapped."""
+        """Returns whether a free staging slot (buffer) is to be unmapped instead of being used again: it is one of the extra slots
+        that `replace` has mapped, and more of them exist than are needed. If so, counts the slot as unmapped."""
         if not self._num_too_many or self._begin <= _address(slot) < self._begin + len(self._bytes):
             return False
         self._num_too_many -= 1

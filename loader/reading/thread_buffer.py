@@ -1,4 +1,4 @@
-"""Defines a buffer for intermediate results of which each thread has a copy of its own."""
+"""Defines a buffer for intermediate results, in which each thread has memory of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ThreadBuffer:
         self._held = threading.local()
 
     def take(self, num_bytes: int) -> Any:
-        """Returns num_bytes bytes of the calling thread's memory, whose content is undefined. The thread's next call returns the
-        same memory again."""
+        """Returns num_bytes bytes of the calling thread's memory. Their content is undefined, and the thread's next call may return
+        the same bytes again."""
         held = getattr(self._held, "bytes", None)
         if held is None or len(held) < num_bytes:
             held = self._held.bytes = np.empty(num_bytes, np.uint8)

@@ -1,6 +1,6 @@
-"""Checks the frames of packed files and stores their values as weights. A frame is decoded by the sink's device or by the host; the
-host decodes directly into the weight range if possible. If a device's share of a split model needs only a part of a frame, only
-that part is stored.
+"""Checks the frames of packed files (pieces that can each be decoded alone) and stores their values as weights. A frame is decoded
+by the sink's device or by the host; the host decodes directly into the weight range if possible. If a device's share of a split
+model needs only a part of a frame, only that part is stored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from loader.reading.thread_buffer import ThreadBuffer
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """An implementation of the two functions of the packed format: decode(frame, out) unpacks a frame into bfloat16 values, and
-    sum_of(frame) returns its checksum (loader/packing/codec.py). Frames are contiguous uint8 arrays, usually aligned to 64 bytes.
-    name: the implementation's name, in logs and in the keys of read rates."""
+    """An implementation of the two functions of the packed format: decode(frame, out) unpacks a frame, a piece of a packed file,
+    into bfloat16 values, and sum_of(frame) returns its checksum (loader/packing/codec.py). Frames are contiguous uint8 arrays,
+    usually aligned to 64 bytes. name: the implementation's name, in logs and in the keys of read rates."""
 
     name: str = "numpy"
     decode: Callable[[Any, Any], None] = codec.decode
@@ -32,8 +32,9 @@ class Decoder:
 
 
 class Unpacker:
-    """Checks the frames of packed files and stores their weights in the weight range, for one load. Several threads may use it at
-    once. sink: the destination of the weights. decoder: computes checksums, and decodes frames if the sink's device does not."""
+    """Checks the frames of packed files (pieces that can each be decoded alone) and stores their weights in the model's weight
+    range, for one load. Several threads may use it at once. sink: the destination of the weights. decoder: computes checksums, and
+    decodes frames if the sink's device does not."""
 
     def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
         self._sink, self._decoder = sink, decoder
@@ -41,9 +42,9 @@ class Unpacker:
         self._scratch = ThreadBuffer()
 
     def store(self, segment: Segment, staged: memoryview) -> None:
-        """Starts moving the weights of a frame to the weight range. segment: the frame. staged: the frame's bytes, which must not
-        change until a fence that is taken from the sink afterwards is passed. Raises CheckpointError, which names file, tensor and
-        offset, for a damaged frame."""
+        """Checks a frame, a piece of a packed file, and starts decoding it and moving its weights to the model's weight range.
+        segment: the frame. staged: the frame's bytes, which must not change until the fence that a later call of the sink's `fence`
+        returns is passed. Raises CheckpointError, which names file, tensor and offset, for a damaged frame."""
         frame = segment.frame
         assert frame is not None
         data = np.frombuffer(staged, np.uint8)
@@ -74,8 +75,8 @@ class Unpacker:
                 fence.wait()
 
     def _store(self, segment: Segment, frame: Frame, unpacked: memoryview) -> None:
-        """Starts moving the values of an unpacked frame to their offsets in the weight range. Values that the segment's contents
-        leave out are skipped. unpacked: the values of the whole frame."""
+        """Starts moving the values of a decoded frame (piece of a packed file) to their offsets in the weight range. Values that
+        the segment's contents leave out are skipped. unpacked: the values of the whole frame."""
         first = segment.tensor.offset_bytes + frame.first_byte
         for content in segment.contents:
             self._sink.store(Span(content, content.begin, content.end), unpacked[content.begin - first : content.end - first])

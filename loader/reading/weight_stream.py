@@ -135,10 +135,11 @@ class ReadReport:
     """The amounts that a load has read, in bytes of tensors as they are in the files.
 
     num_bytes: bytes that this load has read from the files: for a whole model those of all tensors, for a share of a split model
-    those of the reads that this rank carried out itself. given_bytes: bytes of the share that other ranks have read for this one.
+    those of the reads that this device carried out itself. given_bytes: bytes of the share that other devices have read for this
+    one.
 
-    direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through a staging slot. refused: file -> why it
-    could not be read past the page cache."""
+    direct_bytes: bytes read past the page cache. staged_bytes: bytes that went through a staging slot, a buffer of host memory.
+    refused: file -> why it could not be read past the page cache."""
 
     num_bytes: int
     direct_bytes: int = 0
@@ -150,9 +151,9 @@ class ReadReport:
 def planned_reads(
     source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN, shares: bool = False
 ) -> list[Read]:
-    """Returns the reads that `stream_weights` carries out, in their order. dtype, weight_format: the dtype and format in which the
-    weights are held. ring: the staging slots, whose size limits a read. shares: whether the ranks of a split model share reads.
-    Raises CheckpointError for a tensor that is missing or has another shape."""
+    """Returns the reads that `stream_weights` carries out, in the order of its plan. dtype, weight_format: the dtype and format in
+    which the weights are held. ring: the staging slots (buffers of host memory), whose size limits a read. shares: whether the
+    ranks (devices) of a split model share reads. Raises CheckpointError for a tensor that is missing or has another shape."""
     slots = layout.weight_layout(source.shape, dtype, weight_format)
     readers = layout.readers(source.shape, weight_format) if shares else {}
     return plan_reads(source.headers, slots, dtype, ring.slot_bytes, readers)
@@ -171,13 +172,13 @@ def stream_weights(
     shared: Sequence[SharedReads] = (),
 ) -> ReadReport:
     """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
-    read directly into the weight range pass through slots of `ring`.
+    read directly into the weight range pass through the staging slots (buffers of host memory) of `ring`.
 
     weight_format: how matrices are held; they are converted as they arrive. decoder: decodes packed files. shared: the memories
-    through which the ranks of a split model share reads (shared_by); the caller calls `leave` for them afterwards. progress(bytes
-    done, all bytes): called by the calling thread between reads. cancelled(): called by the calling thread; returns whether to
-    stop. landed(places): called by the calling thread or a reader thread when the ranges `places` of the weight range have been
-    filled.
+    through which the ranks (devices) of a split model share reads (shared_by); the caller must call shared_reads.leave for them
+    afterwards. progress(bytes done, all bytes): called by the calling thread between reads. cancelled(): called by the calling
+    thread; returns whether to stop. landed(places): called by the calling thread or a reader thread when the ranges `places` of the
+    weight range have been filled.
 
     Reads begin in the order of the plan, except for shared ones, and end in any order. When this function returns or raises, no
     copy to a device is in progress. If the load is cancelled or fails, reads that do not return are abandoned, with their staging
@@ -230,11 +231,12 @@ def _check_unchanged(source: OpenCheckpoint) -> None:
 
 class _Readers:
     """The threads that carry out the reads of a load; each takes the next read in order. A context manager. landed: called with
-    each read whose weights are in the weight range. shared: the memories through which ranks share reads.
+    each read whose weights are in the weight range. shared: the memories through which the ranks (devices) of a split model share
+    reads.
 
     On leaving the context the threads end after their current read. A thread whose read does not return within LEAVE_AFTER_S
-    seconds is abandoned; it then touches nothing but its staging slot. Reader threads do not wait for copies to a device. The
-    caller's thread waits for them, and then gives the staging slot back."""
+    seconds is abandoned; it then touches nothing but its staging slot, a buffer of host memory. Reader threads do not wait for
+    copies to a device. The caller's thread waits for them, and then gives the staging slot back."""
 
     def __init__(
         self,
@@ -262,8 +264,8 @@ class _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the threads and waits for them. Meanwhile the slots of finished reads are given back to the ring, because a thread
-        may be waiting for a slot."""
+        """Ends the threads and waits for them. Meanwhile the staging slots (buffers) of finished reads are given back to the ring
+        of free ones, because a thread may be waiting for a slot."""
         self._stopped, leave_s = True, time.monotonic() + LEAVE_AFTER_S
         while self._alive:
             try:
@@ -284,8 +286,8 @@ class _Readers:
             thread.join()
 
     def _leave_behind(self) -> None:
-        """Abandons the threads whose file system call has not returned, and replaces their staging slots. All other threads end on
-        their own."""
+        """Abandons the threads whose file system call has not returned, and replaces their staging slots (buffers of host memory).
+        All other threads end on their own."""
         left = [at for at in self._alive if at.call.leave()]
         for at in left:
             self._forget(at)
@@ -293,8 +295,8 @@ class _Readers:
             log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
 
     def _forget(self, at: Fetching) -> None:
-        """Stops waiting for a reader thread. If the thread has a staging slot, a further slot is mapped, because the thread may
-        never give its own back."""
+        """Stops waiting for a reader thread. at: the thread's state. If the thread has a staging slot (buffer of host memory), a
+        further one is mapped, because the thread may never give its own back."""
         self._alive.discard(at)
         del self._threads[at]
         if at.slot is not None:
@@ -302,7 +304,7 @@ class _Readers:
 
     def _has_lost_threads(self) -> bool:
         """Returns whether threads have ended, or were never started, without reporting that in `_done`; this happens if memory has
-        run out. Such threads are not waited for any more, and their staging slots are replaced."""
+        run out. Such threads are not waited for any more, and their staging slots (buffers) are replaced."""
         ended = [at for at in self._alive if not self._threads[at].is_alive()]
         if not ended or not self._done.empty():
             return False
@@ -311,9 +313,9 @@ class _Readers:
         return True
 
     def next_done(self, cancelled: Callable[[], bool]) -> Fetched:
-        """Waits until any read has ended, including its copies to a device, and returns its result. If reads have failed, raises
-        the error of the one that comes first in the plan. Raises ReadCancelled if cancelled() returns True while no read has
-        ended."""
+        """Waits until any read has ended, including the copies of its bytes to a device, and returns that read's result. If reads
+        have failed, raises the error of the one that comes first in the plan. Raises ReadCancelled if cancelled() returns True
+        while no read has ended."""
         item = self._next(cancelled)
         while isinstance(item, Fetching):
             self._alive.discard(item)
