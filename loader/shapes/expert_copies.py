@@ -43,10 +43,10 @@ def any_copies(shape: ModelShape, division: Division, number: int) -> ExpertCopi
 
 
 def turns(share: SplitShape, layer: int, experts: ExpertShape) -> list[tuple[int, int, int]]:
-    """Returns, for each expert of a layer, which of its tokens this share of the model computes: (number of holders, index of this
-    share's part among the holders, index of the expert among those that this share holds). The holders are the parts of the layer's
-    experts that contain the expert or a copy of it. The last two numbers are -1 if the share does not hold the expert. A holder
-    computes the tokens whose slot in the KV cache, modulo the number of holders, is the holder's index.
+    """Returns, for each expert of a layer, which of the expert's tokens this share of the model computes: (number of holders, index
+    of this share's part among the holders, index of the expert among those that this share holds). The holders are the parts of the
+    layer's experts that contain the expert or a copy of it. The last two numbers are -1 if the share does not hold the expert. A
+    holder computes the tokens whose slot in the KV cache, modulo the number of holders, is the holder's index.
 
     The order of an expert's holders is rotated by the expert's index plus the layer's index. Otherwise the first holder would
     compute most tokens in steps with few tokens."""

@@ -83,7 +83,8 @@ def state_bytes(shape: ModelShape) -> int:
 
 
 def is_bounded(shape: ModelShape) -> bool:
-    """Returns whether some layers keep only a bounded part of a sequence: the KV of a sliding window or of a chunk, or a state."""
+    """Returns whether some layers keep memory of bounded size for a sequence of any length: the KV of a sliding window or of a
+    chunk, or the state of the gated delta rule."""
     return any(shape.layer_windows) or shape.delta is not None
 
 
@@ -101,7 +102,7 @@ def _windows(shape: ModelShape) -> tuple[int, ...]:
 
 def _counted_layers(shape: ModelShape) -> list[int]:
     """Returns the indices of layers whose KV bytes add up to what a device holds for each token. For a whole model these are all
-    layers that keep KV. For a pipeline stage they are, for each length of window, as many layers as a block has places for
+    layers that keep KV. For a pipeline stage they are, for each length of window, as many layers as a KV block has room for
     (`_places`). They need not be the stage's own layers, because all layers with the same window have KV of the same size."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
@@ -174,8 +175,8 @@ def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens:
 def kv_reserved_bytes(
     shape: ModelShape, kv_dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
 ) -> int:
-    """Returns the bytes of the chunks that the scheduler reserves for one sequence of max_model_len tokens if each KV group has
-    chunks of its own, less one chunk, which the scheduler's ledger adds for every model."""
+    """Returns the bytes that the scheduler reserves, in whole chunks, for the KV of one sequence of max_model_len tokens if each KV
+    group has chunks of its own. One chunk fewer is counted, because the scheduler's ledger adds one for every model."""
     groups = kv_groups(shape, kv_dtype, block_tokens)
     return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
 
@@ -183,8 +184,8 @@ def kv_reserved_bytes(
 def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
     """Returns the context length in tokens with which a model is served by default. It is the smaller of two numbers: the
     checkpoint's context length, and the number of tokens whose KV fits into a quarter of the device's budget, where fewer than
-    2,048 tokens count as 2,048. A layer with a sliding window counts with at most the KV of its window, a layer that keeps states
-    with _FEW_STATES states."""
+    2,048 tokens count as 2,048. In this, a layer with a sliding window counts with at most the KV of its window, and a layer of the
+    gated delta rule with a fixed number (_FEW_STATES) of states."""
     if shape.is_encoder:
         return shape.max_position_embeddings
     windows = {layer: shape.layer_windows[layer] for layer in _counted_layers(shape) if any(shape.layer_windows)}

@@ -15,8 +15,9 @@ SIGMOID, IDENTITY = "sigmoid", "identity"
 
 @dataclass(slots=True, frozen=True)
 class SigmoidShape:
-    """The settings of a router that chooses a token's experts in two steps: first some groups of experts, then experts within them
-    (reference.route_by_sigmoid). by_softmax: whether the router's scores pass through a softmax instead of a sigmoid."""
+    """The settings of a mixture of experts' router that chooses a token's experts in two steps: first some groups of experts, then
+    experts within them (route_by_sigmoid in engine/ops/reference.py). by_softmax: whether the router's scores pass through a
+    softmax instead of a sigmoid."""
 
     num_groups: int  # number of equal groups of a layer's experts
     num_chosen_groups: int  # number of groups whose experts a token may pass through
@@ -198,16 +199,16 @@ class Division(NamedTuple):
 
     @property
     def stage_size(self) -> int:
-        """Number of devices of each stage."""
+        """The number of devices of each pipeline stage."""
         return self.size // self.num_stages
 
     @property
     def inner_parts(self) -> int:
-        """The number of devices of a stage that have the same experts. Each of these experts is divided among them."""
+        """The number of devices of a pipeline stage that have the same experts. Each of these experts is divided among them."""
         return self.stage_size // self.expert_parts
 
     def stage_of(self, rank: int) -> int:
-        """Returns the index of the stage of the device with this rank. Rank 0, which samples, is in the last stage."""
+        """Returns the index of the pipeline stage of the device with this rank. Rank 0, which samples, is in the last stage."""
         return self.num_stages - 1 - rank // self.stage_size
 
 
@@ -223,8 +224,8 @@ class SplitShape:
     """Describes which share of a split model a ModelShape is about. In such a ModelShape num_heads, num_kv_heads, the intermediate
     sizes, the experts and the heads of delta layers are those of the share; all other sizes are those of the whole model.
 
-    rank: index of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
-    experts, into which the experts of a layer are divided.
+    rank: index of the share within its pipeline stage. size: number of devices in the stage. expert_parts: number of parts, of
+    whole experts, into which the experts of a layer are divided.
 
     num_kv_heads: number of KV heads of the whole model; 0: it is ModelShape.num_kv_heads times `size`. It is less if there are
     fewer heads than devices, since several devices then hold the same head. num_full_kv_heads: the same for ModelShape.full_heads.
@@ -266,13 +267,14 @@ class SplitShape:
 
     @property
     def expert_part(self) -> int:
-        """The index (from 0) of the part of each layer's experts that this share has; there are expert_parts parts."""
+        """The index, from 0, of the part of each layer's experts that this share has. A layer's experts are divided into
+        expert_parts parts of whole experts."""
         return self.rank // self.division.inner_parts
 
     @property
     def inner_part(self) -> int:
         """The index (from 0) of this share's slice of each expert that it has, if an expert is divided among several devices of a
-        stage."""
+        pipeline stage."""
         return self.rank % self.division.inner_parts
 
     def experts_of(self, part: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
