@@ -211,9 +211,9 @@ def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> st
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
-    """Returns a shape for estimating the KV that each device holds if num_devices devices share the model equally. The numbers of
-    KV heads, and of heads of the gated delta rule, are divided by num_devices and rounded up; all other sizes are those of the
-    whole model."""
+    """Returns a shape for estimating the KV that each device holds if the model is divided equally among num_devices devices. The
+    numbers of KV heads, and of heads of the gated delta rule, are divided by num_devices and rounded up; all other sizes are those
+    of the whole model."""
     own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
     if (full := shape.full_heads) is not None:
         own = replace(own, full_heads=replace(full, num_kv_heads=math.ceil(full.num_kv_heads / num_devices)))

@@ -60,9 +60,9 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     not serve. shape: the shape of a model or of a device's share. max_num_batched_tokens, max_sequences: most tokens and most
     sequences of a step.
 
-    The memory that a device's share of a split model keeps for collectives with other devices is included. Other memory that a
-    loaded model keeps between steps (block tables, CUDA graphs) is not: it comes from the part of the device that the default
-    budget leaves free."""
+    Included is also what GPU libraries and a load of a model take, and what a device's share of a split model keeps for collectives
+    with other devices. Other memory that a loaded model keeps between steps (block tables, CUDA graphs) is not: it comes from the
+    part of the device that the default budget leaves free."""
     if shape.is_encoder:
         return 0
     rows = min(LOGITS_ROWS, max(1, max_sequences))
@@ -72,8 +72,9 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
 
 
 def gpu_step_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
-    """Returns the part of gpu_work_space_bytes that holds the step's own tensors, with what torch's allocator takes in addition
-    (checked by tests/engine/test_step_memory.py)."""
+    """Returns how many of the bytes in gpu_work_space_bytes are for the step's own tensors, with what torch's allocator takes in
+    addition (checked by tests/engine/test_step_memory.py). Memory for collectives, libraries and loads is left out. shape: the
+    shape of a model or of a device's share. max_num_batched_tokens, max_sequences: most tokens and most sequences of a step."""
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # residual, its norm, a product's result; with parallel branches, the results of attention and of the MLP
@@ -123,9 +124,9 @@ def _logits_values(shape: ModelShape) -> int:
 
 def _exchange_bytes(shape: ModelShape, rows: int, item: int) -> int:
     """Returns the bytes that a device's share of a split model keeps for collectives with the other devices; 0 for a whole model.
-    They are the logits of `rows` rows; if several devices share a stage, the communicator and the memory region that these devices
-    map; and for a pipeline stage the buffers of two hidden states that its CUDA graphs read and write (engine/cuda/stages.py).
-    item: bytes of an element of the model's dtype."""
+    They are for the logits of `rows` rows; if several devices share a stage, the communicator and the memory region that these
+    devices map; and for a pipeline stage the buffers of two hidden states that its CUDA graphs read and write
+    (engine/cuda/stages.py). item: bytes of an element of the model's dtype."""
     if shape.split is None:
         return 0
     states = 2 * MOST_STAGED_TOKENS * shape.hidden_size * item if shape.split.num_stages > 1 else 0
@@ -151,8 +152,8 @@ def edited_graph_words(vocab_size: int) -> int:
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
     """Returns how many thread blocks of a GPU read the same section of a sequence's context in a decode step: one for each KV head
-    of a layer. With latent attention there is one for each LATENT_HEADS heads; it counts as four, because it takes most of a
-    multiprocessor's resources. num_kv_heads: number of KV heads of the layer."""
+    of a layer. With latent attention there is one for each LATENT_HEADS query heads; the result counts each of these blocks as
+    four, because it takes most of a multiprocessor's resources. num_kv_heads: number of KV heads of the layer."""
     return num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 

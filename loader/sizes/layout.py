@@ -180,9 +180,9 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 
 def readers(shape: ModelShape, weight_format: WeightFormat = PLAIN) -> dict[str, int]:
-    """Returns which parameters of a device's share several devices of its pipeline stage need, so that they can share the reads:
-    the parameter's name -> number of these devices. Parameters that only one device needs are left out. weight_format: the format
-    in which the weights are held."""
+    """Returns, for the parameters of a device's share that several devices of its pipeline stage need, how many devices these are:
+    the parameter's name -> their number. These devices can share the reads. Parameters that only one device needs are left out.
+    weight_format: the format in which the weights are held."""
     if (share := shape.split) is None:
         return {}
     return {

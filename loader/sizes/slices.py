@@ -67,8 +67,8 @@ def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
 
 
 def whole(shape: ModelShape) -> ModelShape:
-    """Returns the shape of the whole model, without block offsets, of which `shape` describes a device's share. The shape of a
-    model that is not split is returned unchanged."""
+    """Returns the shape of the whole model, without the offsets for direct reads (ModelShape.block_offsets), of which `shape`
+    describes a device's share. The shape of a model that is not split is returned unchanged."""
     if (share := shape.split) is None:
         return shape
     full = shape.full_heads
@@ -266,8 +266,8 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
 
 def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
     """Returns, for a message about a matrix that cannot be cut, the key of config.json that gives its number of outputs or inputs,
-    and the key's value. part: a device's part of the matrix's group. stored: the name of the matrix, or of a tensor that belongs to
-    it."""
+    and the key's value. part: a device's part of the tensor group that has the matrix. stored: the name of the matrix, or of a
+    tensor that belongs to it."""
     matrices = zip(part.tensors, part.cuts, strict=True)
     (name, dims), cut = next(one for one in matrices if stored.startswith(one[0][0].removesuffix("weight")))
     experts = decoder_of(shape).experts
@@ -332,9 +332,9 @@ def _has_some(group: TensorGroup, share: SplitShape) -> bool:
 
 
 def num_readers(group: TensorGroup, share: SplitShape) -> int:
-    """Returns how many devices of a stage read the same bytes of a tensor group, of which each device needs the tensors whole or a
-    part of every row. They are all devices of the stage or, for experts, those that have the same experts. 1 if only one device has
-    the tensors."""
+    """Returns how many devices of a pipeline stage need the same bytes of a tensor group, and so can share the reads: all devices
+    of the stage or, for experts, those that have the same experts. 1 if only one device has the tensors. group: tensors that each
+    of these devices needs whole, or of which it needs a part of every row."""
     if group.divided == FIRST_ALONE:
         return 1
     return share.division.inner_parts if group.num_experts else share.size
@@ -352,16 +352,16 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
 
 
 def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns a tensor group with only the tensors of the experts that the device has. group: the tensors of all experts of a
-    layer, in the experts' order."""
+    """Returns a tensor group with only the tensors of the experts that the device with this share has. group: the tensors of all
+    experts of a layer, in the experts' order."""
     each = len(group.tensors) // group.num_experts
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     return group._replace(tensors=tuple(one for at in own for one in group.tensors[at * each : (at + 1) * each]))
 
 
 def _some_of_stack(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns a tensor group with only the experts that the device has. group: tensors that have all experts of a layer along their
-    first axis."""
+    """Returns a tensor group with only the experts that the device with this share has. group: tensors that have all experts of a
+    layer along their first axis."""
     own = share.experts_of(share.expert_part, group.layer, group.num_experts)
     ranges = _met((expert, expert + 1) for expert in own)
     return group.in_parts(tuple(Cut(0, ranges, dims[0]) for _, dims in group.tensors))
@@ -404,7 +404,7 @@ def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
     """Returns, for each tensor group of a device's share, the offset within a 4 KiB block at which it begins in its file
     (ModelShape.block_offsets); -1: it is not read directly, for example because the share has only some of its columns. shape:
-    shape of the whole model, with block offsets."""
+    shape of the whole model, with its own block_offsets set."""
     groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
         _block_offset(groups[at], part, shape.block_offsets[at], format_of(shape, at, groups[at], own), shape.dtype)

@@ -53,9 +53,9 @@ def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Returns the number of sampling rows whose logits are computed at a time: max_sequences or, if the logits of so many rows
-    exceed LOGITS_BYTES, as many rows as fit, at least one. Above 8, max_sequences is rounded up and a smaller number down to a
-    multiple of 8."""
+    """Returns for how many sampling rows of a step the logits are computed at a time. It is max_sequences, rounded up to a multiple
+    of 8 if it is above 8. If the logits of so many rows exceed LOGITS_BYTES, it is the number of rows that fit, at least one,
+    rounded down to a multiple of 8 if it is above 8."""
     wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
     rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
@@ -63,14 +63,14 @@ def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
 
 def logits_values(shape: ModelShape) -> int:
     """Returns how many elements the logits of one sampling row take: one for each token of the vocabulary. A device's share of a
-    split model has, in addition, the part of the logits that it computes."""
+    split model has, in addition, room for the part of the logits that it computes itself."""
     own = shape.vocab_size // shape.split.size if shape.split is not None else 0
     return shape.vocab_size + own
 
 
 def recorded_tokens(num_tokens: int) -> int:
     """Returns num_tokens rounded up to a number of tokens for which steps with parts of prompts are recorded. These numbers are
-    multiples of 16 up to 128, then multiples of 32, and so make whole tiles of the processor's matrix unit."""
+    multiples of 16 up to 128, then multiples of 32, because the processor's matrix unit (AMX) computes 16 tokens together."""
     step = 16 if num_tokens <= 128 else 32
     return -(-num_tokens // step) * step
 
@@ -117,13 +117,15 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 
 def input_values(shape: ModelShape) -> int:
     """Returns how many elements the per-layer inputs (engine/layers/layer_inputs.py) of one token have, in all layers of the model
-    or of a pipeline stage together; 0 if layers have no such inputs. While they are computed they take three times as much."""
+    or of a pipeline stage together; 0 if layers have no such inputs. While they are computed, memory for three times as many is in
+    use."""
     return 0 if shape.layer_inputs is None else len(shape.own_layers) * shape.layer_inputs.width
 
 
 def passed_values(shape: ModelShape) -> int:
-    """Returns how many elements for each token a pipeline stage keeps to pass on besides its residual: the token's embedding, from
-    which later stages compute the per-layer inputs of their layers. 0 if the model has no stages or no per-layer inputs."""
+    """Returns how many elements for each token a pipeline stage keeps, besides the residual, to pass them on to the next stage: the
+    token's embedding, from which later stages compute the per-layer inputs of their layers. 0 if the model has no stages or no
+    per-layer inputs."""
     in_stages = shape.split is not None and shape.split.num_stages > 1
     return shape.hidden_size if in_stages and shape.layer_inputs is not None else 0
 
@@ -165,8 +167,8 @@ def predictor_values(shape: ModelShape) -> int:
 
 
 def sampler_rows(vocab_size: int) -> int:
-    """Returns how many rows of logits the sampler of the reference implementation samples at a time. Rows that are sampled greedily
-    are not counted, because they need no copies of their logits."""
+    """Returns how many rows of logits the sampler of the reference implementation samples at a time. Only rows that are not sampled
+    greedily count, because the others need no copies of their logits."""
     return max(1, SAMPLER_BYTES // (vocab_size * 4))
 
 
