@@ -54,7 +54,8 @@ class Thread(threading.Thread):
 
 
 class _Unawaited(threading.Event):
-    """An event whose `wait` returns at once, so that threading.Thread.start does not wait until its thread signals that it runs."""
+    """An event whose `wait` returns at once, so that threading.Thread.start, which uses it, does not wait until the new thread
+    signals that it runs."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
