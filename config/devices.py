@@ -21,8 +21,8 @@ CUDA_LEFT_BYTES = 3 << 29
 
 @dataclass(slots=True, frozen=True)
 class GpuMemory:
-    """A GPU, or a MIG slice of one, and its memory. index: the driver's number for the GPU, in the order of the bus; a slice has
-    the index of its whole GPU, so only the UUID identifies the slice. total_bytes: its memory without the part that the driver
+    """A GPU, or a MIG slice of one, and its memory. index: the driver's number for the GPU, in the order of the PCI bus; a slice
+    has the index of its whole GPU, so only the UUID identifies the slice. total_bytes: its memory without the part that the driver
     reserves. taken_bytes: the part of total_bytes that processes other than hearthd's engines hold. unusable: the reason why no
     engine can run on it; "" if one can. is_slice: whether it is a MIG slice."""
 

@@ -11,13 +11,15 @@ from config.device_names import HOST, HOST_FORM, host_of
 
 
 def check_name(name: str) -> None:
-    """Checks the name of a host, as in its table `[hosts.NAME]`. Raises ValueError for a name that is not allowed."""
+    """Checks the name of a host, as in its table `[hosts.NAME]`: small letters, digits and "-", the first not a "-". Raises
+    ValueError for any other name."""
     if HOST.match(name) is None:
         raise ValueError(f"is no name of a host: {HOST_FORM}")
 
 
 def check_address(value: str) -> None:
-    """Checks an address at which another host is to be reached. Raises ValueError if the value is no such address."""
+    """Checks an address at which another host is to be reached: HOST:PORT or [IPv6]:PORT with a host and a port from 1 to 65535.
+    Raises ValueError for any other text."""
     host, port = units.parse_listen(value)
     if not host or not port:
         raise ValueError('must be HOST:PORT with a host and a port above 0, as in "10.0.0.2:7100"')

@@ -81,9 +81,9 @@ CUDA_DEFAULTS: dict[str, Any] = {"chunk_bytes": 16 << 20, "max_num_batched_token
 
 
 class ConfigError(Exception):
-    """A configuration file or setting that cannot be used. key: its dotted path as in the file, e.g. `models."org/name".dtype`;
-    "" if the error is about the whole file. source: the path of the file, or "flags". line: counts from 1; 0 where it is
-    unknown (for flags and for a file that cannot be read)."""
+    """Raised for a configuration file or a setting that cannot be used. key: its dotted path as in the file, e.g.
+    `models."org/name".dtype`; "" if the error is about the whole file. source: the path of the file, or "flags". line: counts from
+    1; 0 where it is unknown (for flags and for a file that cannot be read)."""
 
     def __init__(self, source: str, key: str, message: str, line: int = 0) -> None:
         where = f"{source}:{line}" if line else source
@@ -120,8 +120,8 @@ def located_setting(error: ConfigError) -> ConfigError:
 def load(path: str | None, flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> NodeConfig:
     """Returns the node's settings from the TOML file at `path` (None: no file), the files in the folder `conf.d` beside it, and
     `flags`. The files of conf.d override the first file key by key, in the order of their names; flags override all files. flags:
-    maps a key to its value as on the command line, a text or a list of texts. environment: fills keys of `[traces]` that the files
-    leave out.
+    maps a key to its value as on the command line, a text or a list of texts. environment: the environment variables; those that
+    OpenTelemetry defines fill the keys of `[traces]` that the files leave out.
 
     In the result `chunk_bytes`, `max_body_bytes` and `stored_responses_bytes` are numbers of bytes, and the sockets and folders
     have their defaults filled in. Paths are absolute, because engines run in another folder: a path in a flag is relative to the
@@ -167,8 +167,8 @@ def _files(path: str) -> list[str]:
 
 
 def _table_of(path: str) -> dict[str, Any]:
-    """Returns the content of one settings file as a table, with paths made absolute. The file must be valid by itself. Raises
-    ConfigError."""
+    """Returns the content of one settings file as a table, with paths made absolute. Raises ConfigError if the file cannot be read,
+    or is not valid by itself, without other settings files."""
     table = read_toml(path)
     try:
         config, traces = _node(path, table), _traces_values(path, table.get("traces", {}))
@@ -378,7 +378,8 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
 
 def _refused(value: Any, check: Callable[[Any], None]) -> Any:
     """Returns the part of a wrong value that an error message should quote: the first wrong entry of a list, or the whole value.
-    check: a function that raises ValueError for the value, and for a list of one wrong entry."""
+    check: the function that found the fault. It raises ValueError for a list that has a wrong entry, so it is called with each
+    entry as a list of one."""
     for entry in value if isinstance(value, list) else ():
         try:
             check([entry])

@@ -32,9 +32,9 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def hold(names: Iterable[str], how: ParallelConfig) -> bool:
-    """Returns whether there are enough devices for a model that is split as `how` says. Each pipeline stage needs all its devices
-    on one host, and the last stage needs them on this machine; a model without a pipeline counts as one stage, the last. names: the
-    names of devices, all of one kind."""
+    """Returns whether the devices are enough to hold one copy of a model that is split as `how` says. Each pipeline stage needs all
+    its devices on one host, and the last stage needs them on this machine; a model without a pipeline counts as one stage, the
+    last. names: the names of devices, all of one kind."""
     return _num_groups(names, how) > 0
 
 
@@ -48,9 +48,9 @@ def _num_groups(names: Iterable[str], how: ParallelConfig) -> int:
 
 
 def num_places(settings: ModelConfig, devices: Sequence[str]) -> int:
-    """Returns in how many places a model may be at the same time according to its settings. A place is a device or, if the model is
-    split, a group of devices. A model with parallel = "auto" counts as whole. devices: names of the node's devices, those of other
-    hosts included."""
+    """Returns how many copies of a model there can be at most on the devices that its settings allow, no two of them on the same
+    device. The setting `replicas` is ignored. A model with parallel = "auto" counts as whole. devices: names of the node's devices,
+    those of other hosts included."""
     kinds = [kind for kind in KINDS if kind not in _refused(settings)]
     there = by_kind(settings.devices or devices)
     how = settings.parallel if isinstance(settings.parallel, ParallelConfig) else ParallelConfig()

@@ -46,7 +46,8 @@ def _asked(settings: ModelConfig) -> int:
 
 
 def number(settings: ModelConfig, num_places: int) -> int:
-    """Returns the most replicas (whole copies) that the model may have, each on its own device or devices; at least 1. num_places:
-    the number of devices, or of groups of devices if the model is split, on which it may be at the same time."""
+    """Returns the most replicas (whole copies) that the model may have by its setting `replicas`, each on its own device or
+    devices; at least 1. num_places: how many copies there can be on the devices that it may use, no two of them on the same
+    device."""
     most = max(1, num_places)
     return most if settings.replicas == AUTO else min(int(settings.replicas), most)

@@ -90,7 +90,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def parse_budget(text: str, memory_bytes: int) -> int:
     """Returns the number of bytes of a device's budget: a size ("2GiB"), or a percentage of `memory_bytes` ("50%"). Raises
-    ValueError."""
+    ValueError for text of another form, for less than 1 byte, and for a percentage that is 0 or above 100."""
     match = _PERCENT.match(text)
     if match is None:
         try:
@@ -127,8 +127,8 @@ def parse_device(text: str) -> tuple[str, str]:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Splits an address into host and port: `127.0.0.1:8000`, `[::1]:8000` or `:8000`. An empty host means all addresses. Raises
-    ValueError."""
+    """Splits an address into host and port: `127.0.0.1:8000`, `[::1]:8000` or `:8000`. The brackets of an IPv6 address are removed.
+    An empty host ("") means all addresses. Raises ValueError for text of another form and for a port above 65535."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError('must be HOST:PORT with a port from 0 to 65535, as in "127.0.0.1:8000"')
