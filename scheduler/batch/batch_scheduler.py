@@ -172,21 +172,21 @@ class BatchScheduler:
 
     @property
     def drafts_masked(self) -> bool:
-        """Returns whether tokens may be drafted for sequences with a grammar or token limits (`propose`); False for a model with
-        state groups."""
+        """Returns whether tokens may be drafted for sequences with a grammar, allowed_token_ids or bad_words (`propose`); False for
+        a model with state groups."""
         return self._drafts is not None
 
     def guess(self, request_id: int) -> IntArray | None:
-        """Returns tokens that may follow those of a running request with a grammar or token limits. Returns None if the request
-        does not run, or if drafting for it pauses because earlier drafts were not worth their cost."""
+        """Returns tokens that may follow those of a running request with a grammar, allowed_token_ids or bad_words. Returns None if
+        the request does not run, or if drafting for it is suspended because earlier drafts were not worth their cost."""
         slot = self._slot_of.get(request_id)
         return None if slot is None or self._drafts is None else self._drafts.guess(slot)
 
     def propose(self, request_id: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Sets the drafted tokens that the next step of a request with a grammar or token limits verifies. The caller has made the
-        masks for these tokens. sure: for each token whether the grammar allows no other at its place. guessed: True if tokens from
-        `guess` were tried when the draft was made, even if the grammar allowed none of them; False if the draft has only tokens
-        that the grammar forces. Does nothing if the request does not run."""
+        """Sets the drafted tokens that the next step of a request with a grammar, allowed_token_ids or bad_words verifies. The
+        caller has made the masks for these tokens. sure: for each token whether the grammar allows no other at its place. guessed:
+        True if tokens from `guess` were tried when the draft was made, even if the grammar allowed none of them; False if the draft
+        has only tokens that the grammar forces. Does nothing if the request does not run."""
         slot = self._slot_of.get(request_id)
         if slot is not None and self._drafts is not None:
             self._drafts.propose(slot, tokens, sure, guessed)
@@ -226,12 +226,12 @@ class BatchScheduler:
         """Returns the next step; None if nothing can run now. Raises TokensNeeded if the next step depends on tokens that a started
         step has not reported yet.
 
-        max_tokens: the most tokens of the step; None: max_num_batched_tokens, which also applies if a KV group has windows or
-        states. room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. now_s: the time, which is reported
-        for requests that this step admits (StepOutcome.began_s); 0: it is not reported.
+        max_tokens: the most tokens of the step. If it is None, or if a KV group has windows or states, max_num_batched_tokens is
+        the limit instead. room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. now_s: the time, which
+        is reported for requests that this step admits (StepOutcome.began_s); 0: it is not reported.
 
         Requests are admitted while fewer sequences run than the step has rows for. If the head of the queue has waited for many
-        steps, more sequences are admitted, which then take turns (step_limits.most_running)."""
+        steps, more sequences are admitted, which then alternate in steps (step_limits.most_running)."""
         room = room or StepRoom()
         self._now_s = now_s
         plan = self._plan(step_id, room, max_tokens)
@@ -411,8 +411,8 @@ class BatchScheduler:
         their numbers of tokens.
 
         decode, prefill: slots of the running sequences with one token to compute, and with more. computed: by slot, each sequence's
-        number of computed tokens. room: what still fits the step. max_rows: how many sequences fit one step, by which admission is
-        limited."""
+        number of computed tokens. room: counts how many tokens of prompts still fit the step. max_rows: how many sequences fit one
+        step; it limits how many requests are admitted."""
         table = self.table
         slots: list[int] = []
         tokens: list[int] = []

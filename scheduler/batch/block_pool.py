@@ -167,7 +167,7 @@ class BlockPool:
 
     def moves_out_of(self, chunks: BoolArray, spare: int) -> tuple[IntArray, IntArray]:
         """Returns (sources, targets): the blocks in use or cached that lie, at least partly, in the marked chunks, and for each a
-        free block elsewhere to move it to. chunks [num_chunks]: the chunks that are kept for an adapter.
+        free block elsewhere to move it to. chunks [num_chunks] bool: marks the chunks that are kept for an adapter.
 
         More chunks are taken from the lease (the chunks that all models share for KV) for the targets if it has some left.
         Otherwise only so many blocks are moved that `spare` blocks stay free, beginning with the chunks with the fewest used

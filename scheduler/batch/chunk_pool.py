@@ -9,7 +9,7 @@ shortest gaps.
 Chunks, and a part of the lease, may be kept for an adapter that has waited for long (`keep`); nobody else can then draw them.
 
 Free chunks may hold weights that an earlier engine left (`left`). They may be taken like all others, but are chosen last. Once one
-chunk of a model's weights is taken for something else, its other chunks count as empty.
+chunk of a model's weights is taken for something else, the other chunks of these weights count as empty.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ class Compaction:
         return given
 
     def clear(self, scheduler: BatchScheduler, chunks: BoolArray) -> None:
-        """Moves one model's blocks out of the chunks [num_chunks] that are kept for an adapter, and gives the empty chunks back to
-        the chunk pool. Cached prefixes are dropped if there are too few free blocks elsewhere. Blocks stay in the kept chunks if
-        moving them would leave too few free blocks for the growth of running sequences."""
+        """Moves one model's blocks out of the chunks that are kept for an adapter (marked in `chunks` [num_chunks] bool), and gives
+        the empty chunks back to the chunk pool. Cached prefixes are dropped if there are too few free blocks elsewhere. Blocks stay
+        in the kept chunks if moving them would leave too few free blocks for the growth of running sequences."""
         spare = len(scheduler.running) // 4  # as many as an admission leaves free
         for g, group in enumerate(scheduler.kv.groups):
             self._move(scheduler, g, *group.pool.moves_out_of(chunks, spare))

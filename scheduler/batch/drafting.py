@@ -6,11 +6,11 @@ tokens equal the drafted ones, all rows count; from the first difference on, row
 drafts, only in fewer steps.
 
 The number of drafted tokens depends on the chance that the model samples them, learned from the sequence's earlier drafts, and on
-the cost of a step with more rows (StepRoom.worth_drafting). Drafting pauses for a sequence if it is not worth its cost; each pause
-is twice as long as the last.
+the cost of a step with more rows (StepRoom.worth_drafting). Drafting is suspended for a sequence if it is not worth its cost, each
+time for twice as long as the last time.
 
-For a sequence with a grammar or token limits, the code that computes its masks also proposes its drafts (masked_drafts.py),
-including the tokens that the grammar forces.
+For a sequence with a grammar, allowed_token_ids or bad_words, the code that computes its masks also proposes its drafts
+(masked_drafts.py), including the tokens that the grammar forces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEWEST_OF_MODEL = 0.02
 class Drafted:
     """A drafted token. row: the index of its sequence among the sequences that decode. worth: the chance that the model samples
     this token and all tokens drafted before it. guessed: False if only tokens that a grammar forces were drafted for the sequence;
-    True if tokens were guessed. If none of a sequence's guesses is worth its row, drafting for the sequence pauses."""
+    True if tokens were guessed. If none of a sequence's guesses is worth its row, drafting for the sequence is suspended."""
 
     row: int  # index among the rows that decode
     worth: float
@@ -55,9 +55,9 @@ class Drafts:
     """The drafts of one model's sequences, in S slots.
 
     chance [S]: that the model samples a drafted token, if it samples those before it. next_plan [S]: the index of the first plan in
-    which tokens are drafted for a sequence again; pause [S]: the length of its latest pause, in plans. A masked sequence (with a
-    grammar or token limits) gets drafts only when there is a proposal for it, and next_guess [S] is the index of the first plan
-    whose proposal may contain guesses."""
+    which tokens are drafted for a sequence again; pause [S]: for how many plans its drafting was last suspended. A masked sequence
+    (with a grammar, allowed_token_ids or bad_words) gets drafts only when there is a proposal for it, and next_guess [S] is the
+    index of the first plan whose proposal may contain guesses."""
 
     def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
         """drafter: drafts from a sequence's own text; None: only tokens that a grammar forces are drafted. proposals: the drafts of
@@ -74,8 +74,9 @@ class Drafts:
         self._masked = MaskedDrafts()
 
     def join(self, slot: int, prediction: IntArray, cached: Sequence[bytes] = ()) -> None:
-        """Registers the sequence in a slot, whose settings are in the table already. prediction: a text, given by the client, that
-        the output may repeat in parts. cached: keys of the cached blocks that the sequence begins with."""
+        """Registers the sequence in a slot, whose settings are in the table already. prediction: the tokens of a text, given by the
+        client, of which the output may repeat parts; empty: none was given. cached: keys of the cached blocks that the sequence
+        begins with."""
         self._chance[slot], self._pause[slot] = self._model_chance, 0
         self._next_plan[slot] = _NEVER if self._drafter is None or self._is_masked(slot) else 0
         self._next_guess[slot] = _NEVER if self._drafter is None else 0
@@ -101,15 +102,16 @@ class Drafts:
 
     @property
     def are_none(self) -> bool:
-        """Returns whether nothing can be drafted: there is no drafter, and no sequence with a grammar or token limits has a
-        proposal."""
+        """Returns whether nothing can be drafted: there is no drafter, and no sequence with a grammar, allowed_token_ids or
+        bad_words has a proposal."""
         return self._drafter is None and not len(self._masked)
 
     # ---- masked sequences
 
     def guess(self, slot: int) -> IntArray | None:
-        """Returns tokens that may follow those of a masked sequence (with a grammar or token limits), to be checked against its
-        grammar. Returns None while drafting for the sequence pauses, or if the sequence may have only one more token."""
+        """Returns tokens that may follow those of a masked sequence (with a grammar, allowed_token_ids or bad_words), to be checked
+        against its grammar. Returns None while drafting for the sequence is suspended, or if the sequence may have only one more
+        token."""
         if self._next_guess[slot] > self._num_plans + 1:
             return None
         end = int(self._table.num_tokens[slot])
@@ -118,9 +120,10 @@ class Drafts:
         return self._of(slot, end, most, proposed) if most > 0 else None
 
     def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Stores tokens that are to be drafted behind the tokens of a masked sequence (with a grammar or token limits), in place of
-        any earlier proposal. sure: for each token whether the grammar allows no other at its place. guessed: True if tokens from
-        `guess` were tried, even if the grammar allowed none of them; False if there are only tokens that the grammar forces."""
+        """Stores tokens that are to be drafted behind the tokens of a masked sequence (with a grammar, allowed_token_ids or
+        bad_words), in place of any earlier proposal. sure: for each token whether the grammar allows no other at its place.
+        guessed: True if tokens from `guess` were tried, even if the grammar allowed none of them; False if there are only tokens
+        that the grammar forces."""
         self._masked.drop(slot)
         self._next_plan[slot] = _NEVER
         if len(tokens) or guessed:
@@ -130,7 +133,8 @@ class Drafts:
     # ---- planning
 
     def count_plan(self) -> None:
-        """Counts one more plan in which tokens may be drafted. The pauses of sequences are measured in such plans."""
+        """Counts one more plan in which tokens may be drafted. The time for which drafting is suspended for a sequence is counted
+        in such plans."""
         self._num_plans += 1
 
     def may_come(self, slots: IntArray) -> bool:
@@ -139,9 +143,9 @@ class Drafts:
         return self.proposals is not None or self._are_due(slots)
 
     def wanted(self, slots: IntArray) -> bool:
-        """Returns whether tokens are to be drafted for any of the slots in this plan: its drafting does not pause, or the predictor
-        was asked for tokens after the latest planned step. The caller must then wait until none of the slots' steps is under way,
-        because drafting needs all tokens of a sequence."""
+        """Returns whether tokens are to be drafted for any of the slots in this plan, that is, whether drafting is not suspended
+        for the slot, or the predictor was asked to draft for it after the latest planned step. The caller must then wait until none
+        of the slots' steps is under way, because drafting needs all tokens of a sequence."""
         return self._are_due(slots) or (self.proposals is not None and self.proposals.awaited(slots))
 
     def _are_due(self, slots: IntArray) -> bool:
@@ -187,9 +191,9 @@ class Drafts:
         return counts if num else None
 
     def _under_masks(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
-        """Writes at most `most` of the tokens that are proposed for a masked sequence (with a grammar or token limits) behind its
-        num_tokens tokens, and returns them; [] if there is no proposal for this number of tokens. row: the sequence's index among
-        those that decode. chance: that a guessed token is what the model samples."""
+        """Writes at most `most` of the tokens that are proposed for a masked sequence (with a grammar, allowed_token_ids or
+        bad_words) behind its num_tokens tokens, and returns them; [] if there is no proposal for this number of tokens. row: the
+        sequence's index among those that decode. chance: that a guessed token is what the model samples."""
         proposal = self._masked.take(slot, num_tokens)
         self._next_plan[slot] = _NEVER
         if proposal is None:
@@ -262,9 +266,9 @@ class Drafts:
                 self._pause[slot] = 0
 
     def _leave_alone(self, slot: int) -> None:
-        """Pauses drafting for the sequence in a slot, for twice as many plans as the last time. A pause ends when the count of
-        plans is a multiple of the pause's length, so that the pauses of several sequences end together. This helps because, while
-        tokens are drafted for any sequence, no step of its model can start before the last one has ended."""
+        """Suspends drafting for the sequence in a slot, for twice as many plans as the last time. Drafting resumes when the count
+        of plans is a multiple of this number, so that it resumes for several sequences together. This helps because, while tokens
+        are drafted for any sequence, no step of its model can start before the last one has ended."""
         pause = self._pause[slot] = min(MOST_PAUSE, max(1, 2 * int(self._pause[slot])))
         ends = self._next_guess if self._is_masked(slot) else self._next_plan
         ends[slot] = (self._num_plans // pause + 1) * pause

@@ -139,8 +139,9 @@ class GroupCache:
             self.pool.chunks.version += 1
 
     def replace(self, blocks: IntArray) -> None:
-        """Lowers the reference counts of blocks by 1, like `release`, for a caller that allocates as many blocks at once; therefore
-        waiting requests are not tried again. A block that several sequences share may occur several times in `blocks`."""
+        """Lowers the reference counts of blocks by 1, like `release`, for a caller that at once allocates as many new blocks in
+        their place; waiting requests are therefore not tried again. A block that several sequences share may occur several times in
+        `blocks`."""
         version = self.pool.chunks.version
         if len(np.unique(blocks)) == len(blocks):
             self.release(blocks)

@@ -105,7 +105,7 @@ class KVCache:
 
         Several sequences with the same tokens may each have saved a partial block; the keys of these blocks differ in a serial
         number. key_of: returns the key (prefix_cache.tail_key) for a serial number. The serial numbers 0, 1, ... are tried until a
-        block is found that every group still has in its cache, or until a number was given to no restored block."""
+        block is found that every group still has in its cache, or until a number is reached that no restored block has."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)

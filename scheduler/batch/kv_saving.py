@@ -43,9 +43,10 @@ class _Selection:
         self.blocks: list[list[int]] = []
 
     def add(self, rows: Sequence[Row], whole: bool) -> int:
-        """Adds the blocks `rows`, in order, to the selection, as far as its remaining bytes suffice. whole: True: adds all of them
-        or none; False: adds as many as fit. Returns the number of tokens in the added blocks. A block that was selected earlier
-        takes no further bytes, but its tokens are counted."""
+        """Adds blocks, in order, to the selection, as far as its remaining bytes suffice. rows: for each block its key, its number
+        of tokens and its pool block in each group. whole: True: adds all of them or none; False: adds as many as fit. Returns the
+        number of tokens in the added blocks. A block that was selected earlier takes no further bytes, but its tokens are
+        counted."""
         costs = [self._cost(row) for row in rows]
         if whole and sum(costs) > self.room_bytes:
             return 0

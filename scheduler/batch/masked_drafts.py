@@ -1,5 +1,5 @@
-"""Holds the drafted tokens of sequences with a grammar or token limits, whose logits are masked; code outside the scheduler
-proposes them.
+"""Holds the drafted tokens of sequences with a grammar, allowed_token_ids or bad_words, whose logits are masked; code outside the
+scheduler proposes them.
 
 The mask for a token depends on the tokens before it, so drafted tokens need one mask each. Only code outside the scheduler can make
 masks (engine/serve/constraints.py). It proposes drafts together with their masks after each token of the sequence; drafts of other

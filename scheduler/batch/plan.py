@@ -1,7 +1,7 @@
 """Defines the batch scheduler's output: what one step computes, and the arrays of per-sequence values that the step reads.
 
 Shapes: S slots of a model (its max_sequences), R rows of a step, B blocks a sequence may hold, L its maximum length. Token ids,
-block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes row numbers, never
+block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes slot numbers, never
 objects.
 """
 
@@ -66,15 +66,15 @@ class Sampling(Protocol):
 
 @dataclass(slots=True)
 class SequenceTable:
-    """One model's sequences as arrays with one row (slot) for each. A slot is free when its request id is 0.
+    """One model's sequences as arrays, of which the first index is the slot of a sequence. A slot is free when its request id is 0.
 
     tokens [S, L] int32: prompt then output. num_tokens [S]: how many of them are filled. num_prompt [S]: tokens of the prompt.
     num_computed [S]: tokens whose KV is stored.
 
     block_tables, for each KV group [S, B] int32: pool block ids, -1 for blocks behind the group's window.
 
-    The other arrays [S] are sampling settings as named. min_tokens_until: the number of tokens below which end ids are masked
-    out.
+    The other arrays [S] hold settings of the slot's request, as named. min_tokens_until: the number of tokens below which end ids
+    are masked out.
     """
 
     request_id: LongArray
@@ -103,7 +103,7 @@ class SequenceTable:
 
 def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_groups: int = 1) -> SequenceTable:
     """Returns an empty sequence table with S = num_slots, L = max_tokens, B = max_blocks and num_groups block tables. Memory of
-    `tokens` is touched only as rows fill."""
+    `tokens` is touched only as slots are filled."""
     return SequenceTable(
         request_id=np.zeros(num_slots, np.int64),
         tokens=np.zeros((num_slots, max_tokens), np.int32),

@@ -42,8 +42,9 @@ def extend_keys(keys: list[bytes], seed: bytes, tokens: IntArray, block_tokens: 
 
 
 def tail_key(parent: bytes, tokens: IntArray, serial: int) -> bytes:
-    """Returns the key of a partial block: `tokens`, fewer than a block holds, after the block whose key is `parent`. serial: a
-    number that tells sequences with the same tokens apart, because each continues in a partial block of its own."""
+    """Returns the key of a partial block: it holds `tokens`, fewer than fill a block, and follows the block whose key is `parent`.
+    serial: several sequences with the same tokens each have a partial block of their own; the serial numbers 0, 1, ... give these
+    blocks different keys."""
     data = tokens.astype(np.int32).tobytes() + bytes([serial % 256])  # no full block's data has such a length
     return hashlib.blake2b(parent + data, digest_size=KEY_BYTES).digest()
 

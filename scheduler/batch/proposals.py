@@ -142,8 +142,8 @@ class Proposals:
         has, how many of them use drafts, and how many rows the next step has for drafted tokens. context: average number of
         positions of a sequence. chance: that a drafted token is what the model samples.
 
-        While drafting is not worth its cost, the result is 0 during a pause and 1 after each pause, because texts and batches
-        change. Each pause is twice as long as the last."""
+        While drafting is not worth its cost, the result is 0, but from time to time 1: texts and batches change, so drafting is
+        tried again. Each interval between two of these trials is twice as long as the last."""
         num = room.worth_proposing(*numbers, context, chance, MOST_PROPOSED)
         if num:
             self._pause = self._paused = 0

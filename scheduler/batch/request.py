@@ -49,9 +49,10 @@ class BatchRequest:
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
-        """Returns a function from a serial number to the key (prefix_cache.tail_key) of the request's partial block: the tokens
-        after the blocks that may be taken from the prefix cache, without the last token. Returns None if there are no such tokens,
-        or if every token must be computed. The request's `keys` must already include those of the full blocks before it."""
+        """Returns a function that returns, for a serial number, the key of the request's partial block under this number
+        (prefix_cache.tail_key; sequences with the same tokens have different numbers). The partial block holds the tokens after the
+        blocks that may be taken from the prefix cache, without the last token. Returns None if there are no such tokens, or if
+        every token must be computed. The request's `keys` must already include those of the full blocks before it."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:
@@ -64,8 +65,8 @@ class BatchRequest:
 
 
 class WaitingQueue:
-    """Waiting requests, ordered by the tenants' shares. Of one tenant the highest priority comes first, then the oldest. Withdrawn
-    requests are skipped when they would be next."""
+    """Waiting requests. The next one is of the tenant with the fewest requests in service in proportion to its weight; of this
+    tenant the highest priority comes first, then the oldest. Withdrawn requests are skipped when they would be next."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tenant -> (-priority, order, request id)
@@ -113,7 +114,8 @@ class WaitingQueue:
         return request
 
     def ended(self, request: BatchRequest) -> None:
-        """Records that a request returned by `pop` is not in service any more, so that it does not count in the tenants' shares."""
+        """Records that a request returned by `pop` is not in service any more, so that it does not count against its tenant any
+        more."""
         self.shares.stop(request.tenant)
 
     def withdraw(self, request_id: int) -> bool:

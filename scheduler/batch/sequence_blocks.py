@@ -55,9 +55,9 @@ class SequenceBlocks:
         """Allocates the blocks with which a sequence of num_tokens tokens starts. Returns None, and takes nothing, unless all
         blocks that the sequence will hold at once are available, plus `headroom` blocks in each group.
 
-        keys: the keys of its first full blocks, which are taken from the prefix cache if they are there. tail_key(serial): returns
-        a key of the partial block between the blocks of `keys` and the last token (BatchRequest.tail_key); None: no such block is
-        looked for."""
+        keys: the keys of its first full blocks, which are taken from the prefix cache if they are there. tail_key
+        (BatchRequest.tail_key): a function that returns, for each serial number 0, 1, ..., a key under which the cache may have a
+        partial block with the tokens between the blocks of `keys` and the last token; None: no partial block is looked for."""
         num_shared, shared = self.kv.share(keys)
         tail = self.kv.take_tail(tail_key) if tail_key is not None and num_shared == len(keys) else None
         num_tail_blocks = 0 if tail is None else 1

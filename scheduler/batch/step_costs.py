@@ -2,18 +2,20 @@
 of tokens, and one for its contexts. The contexts of a step are one or a few numbers that say how much its tokens attend to, such as
 the number of positions whose keys and values are read.
 
-Step sizes form classes, four between a size and its double, because matrix multiplications are computed for multiples of some
-number of rows. Each class has the average seconds of its steps and their average contexts. Between known classes the cost is
-interpolated; beyond the largest it is extrapolated. A larger step never costs less than a smaller one: a class whose average is
-above that of a larger class is given the larger class's cost.
+Step sizes, that is, numbers of tokens, form classes, four between a size and its double, because matrix multiplications are
+computed for multiples of some number of rows. Each class has the average seconds of its steps and their average contexts. Between
+known classes the cost is interpolated; beyond the largest it is extrapolated. A larger step never costs less than a smaller one: a
+class whose average is above that of a larger class is given the larger class's cost.
 
-The cost of contexts is learned from differences within a class, which do not depend on size. On a busy machine a fit to the latest
-differences varies by chance, so the average of the fits is used. A factor, the ratio of the latest steps' times to their known
-costs, adapts all costs to the present speed.
+The seconds that a context adds per unit are learned by comparing steps of the same class: these have nearly the same number of
+tokens, so the differences of their times come from their contexts. On a busy machine a fit to the latest steps varies by chance, so
+the average of the fits is used. The present speed is known as a factor, the ratio of the latest steps' times to their known costs;
+`least` and `tokens_within` apply it.
 
-Callers only ask for steps whose cost is known, so a size that seems too expensive would never be measured again. Therefore a class
-whose first three steps have not run counts for little: its first two steps contain set-up work (1.3 to 3 times a step, as
-measured), and its third may be delayed by chance. A class that has not run for long is forgotten, so that it is tried again.
+A size that seems too expensive is not planned, and would therefore never be measured again. A class of which fewer than three steps
+have run is therefore taken to cost at most a little more than the class below it, whatever was measured: its first two steps
+contain set-up work (1.3 to 3 times a step, as measured), and its third may be delayed by chance. A class that has not run for long
+is forgotten, so that it is tried again.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ class StepCosts:
     """Learned costs of one model's steps on one device. Times are device seconds, measured by the caller.
 
     A step's contexts are num_contexts numbers that say how much its tokens attend to, for example the number of positions whose
-    keys and values are read, or that number times the queries. The cost grows with each of them. least_step: the smallest distance
-    in tokens between two classes."""
+    keys and values are read, or the number of pairs of a token and a position. The cost grows with each of them. least_step: the
+    smallest distance in tokens between two classes."""
 
     def __init__(self, num_contexts: int = 0, least_step: int = 1) -> None:
         self._least_step, self._all_classes = least_step, _classes(least_step)
@@ -152,8 +154,9 @@ class StepCosts:
 
     def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
         """Returns an optimistic cost, in seconds, of a step of num_tokens tokens; 0.0 if no step is known. It is the usual cost
-        (`seconds`), except for a size that has hardly run: its cost is assumed to be little above that of the next smaller class,
-        so that it is tried. contexts: how much the tokens attend to, such as the number of positions read."""
+        (`seconds`), except for a size of whose class fewer than three steps have run: its cost is assumed to be at most a little
+        above that of the next smaller class, so that it is tried. contexts: how much the tokens attend to, such as the number of
+        positions read."""
         curve = self._known()
         if not curve:
             return 0.0
@@ -176,8 +179,9 @@ class StepCosts:
         or none fits. most: upper limit of the result. contexts_of(tokens): returns the contexts of a step of that many tokens, the
         numbers that say how much they attend to; they grow with the step.
 
-        The result is the largest size of a class, or `most`. If only one class is known and it is well within the time, twice its
-        tokens are tried. one_more: whether the class after the largest known one is tried if the latter is within the time."""
+        The result is the largest size of a class, or `most`. If only one class is known and a step of it takes much less than the
+        time, twice its tokens are allowed. one_more: whether the class above the largest known one is allowed, too, if a step of
+        the largest known one is within the time."""
         curve = self._known()
         if not curve:
             return 0
@@ -213,8 +217,9 @@ class StepCosts:
     def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
         """Updates, from one measured step, the seconds that each context (a number that says how much a step's tokens attend to)
         adds per unit. Compares the step with the averages of its class of step sizes, by one pass of coordinate descent on least
-        squares; no result is below zero. apart: each context of the step minus its average. seconds: the step's time minus the
-        average time. weight: how much the step counts. size: the average of each context."""
+        squares; no result is below zero. apart: each context of the step minus its average in the class. seconds: the step's time
+        minus the average time of the class. weight: the step's weight in the fit, from 0 to 1. size: the average of each context in
+        the class."""
         each, together, with_s = self._fitted_s, self._together, self._with_s
         for i, difference in enumerate(apart):
             row = together[i]
@@ -259,8 +264,8 @@ class StepCosts:
 
     def _without_contexts(self) -> list[tuple[int, float]]:
         """Returns (tokens, seconds) for each known class of step sizes, in ascending order. tokens: the largest size in the class.
-        seconds: its average time minus the cost of its contexts (the numbers that say how much a step attends to). A class with few
-        steps counts as at most a little more expensive than the class below it."""
+        seconds: its average time minus the cost of its contexts (the numbers that say how much a step attends to). A class with
+        fewer than three steps counts as at most a little more expensive than the class below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))

@@ -137,8 +137,8 @@ class StepLimits:
 
         context: average number of positions a row attends to. The chunk is assumed to be the beginning of a prompt, which attends
         to the fewest positions. turns: how many turns (time slices of the device) the step may take; 0: no limit. strict: True: the
-        step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is longer than that, it may take
-        as long (at most two turns)."""
+        step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is longer, the step may take as
+        long as that one (at most two turns)."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)
@@ -239,7 +239,7 @@ class StepLimits:
 
         loads: what each tenant wants computed. turns: how many turns (time slices of the device) the step may take; 0: no other
         model waits. strict: True: the step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is
-        longer than that, it may take as long (at most two turns)."""
+        longer, the step may take as long as that one (at most two turns)."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]

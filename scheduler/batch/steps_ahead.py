@@ -38,8 +38,8 @@ class StepsAhead:
 
     def join(self, slot: int) -> None:
         """Registers the sequence in a slot, whose settings are in the table already. Determines whether its next step must wait
-        until its last token is known. This is so if the host changes its logits after each token, or if its log-probabilities are
-        reported with the tokens."""
+        until its last token is known. This is so if the host changes the sequence's logits after each token, or if its
+        log-probabilities are reported with the tokens."""
         table = self._table
         masked = table.constrained[slot] | table.limited[slot]
         told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
@@ -61,10 +61,10 @@ class StepsAhead:
     def going_on(self, running: IntArray) -> IntArray:
         """Returns those of the slots `running` whose sequences may be in the next step; all of them if no step is under way.
 
-        If this object was made with apart=True, these are the sequences whose next token is not sampled by a started step.
-        Otherwise they are the sequences that will still be below their greatest length when all started steps have run. In the
-        latter case TokensNeeded is raised if the next step of a running sequence must wait for its last token (for example because
-        of a grammar), or if the latest started step has drafted tokens or lets the predictor draft some."""
+        If this object was made with apart=True, these are the sequences whose next token is not sampled by a started step. If it
+        was made with apart=False, they are the sequences that will still be below their greatest length when all started steps have
+        run. With apart=False, TokensNeeded is raised if the next step of a running sequence must wait for its last token (for
+        example because of a grammar), or if the latest started step has drafted tokens or lets the predictor draft some."""
         if not self._steps:
             return running
         if self.apart:

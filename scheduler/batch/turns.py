@@ -2,10 +2,10 @@
 even intervals.
 
 The rule is earliest eligible virtual deadline first, which Stoica and Abdel-Wahab published in 1995 and which Linux uses for
-processes. With N shares in use, a model's deadline is the end of its last step plus N times the length of one of its steps. The
-model with the earliest deadline is next, unless it is ahead of its share by more than one step. Models with equal steps therefore
-alternate, and a model with short steps runs them between the long steps of others. Deficit round robin would give the same shares,
-but less even intervals.
+processes. A model's deadline is the end of its last step plus the length of one of its steps divided by its share of the device,
+which is its weight divided by the sum of the weights of all busy models. The model with the earliest deadline is next, unless it is
+ahead of its share by more than one step. Models with equal steps therefore alternate, and a model with short steps runs them
+between the long steps of others. Deficit round robin would give the same shares, but less even intervals.
 
 A step is never interrupted. A model whose deadline has passed therefore waits for at most one step of each other model, plus the
 time it is ahead of its share.
