@@ -23,9 +23,9 @@ _ALIKE = 0.02  # among numbers of copies whose imbalances differ by less than th
 def choose(counts: Sequence[Sequence[int] | None], num_parts: int, most: int) -> Table:
     """Returns the experts of which each part (an equal share of every layer's experts, on one device or divided among several) is
     to hold a copy in addition to its own experts, at most `most` in each layer. The result has an entry for each layer, in it one
-    for each part, which lists the indices of the copied experts. It is () if the tokens counted so far show no clear imbalance, or
-    if copies would not lower it. counts: for each layer, how many tokens have passed through each of its experts; None for a layer
-    without experts. num_parts: number of equal parts of a layer's experts."""
+    for each part, which lists the indices, within the layer, of the copied experts. It is () if the tokens counted so far show no
+    clear imbalance, or if copies would not lower it. counts: for each layer, how many tokens have passed through each of its
+    experts; None for a layer without experts. num_parts: number of equal parts of a layer's experts."""
     rows = [row for row in counts if row is not None]
     if not rows or num_parts < 2:
         return ()

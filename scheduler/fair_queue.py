@@ -37,7 +37,8 @@ class FairQueue:
 
     def add(self, request_id: int, size: float, tenant: str = "", weight: float = 1.0, priority: int = 0) -> None:
         """Queues a request. size: the work it takes, in a unit that is the same for all requests, such as tokens. weight: the
-        tenant's share, above 0. priority: among requests of one tenant the highest comes first."""
+        tenant's weight, above 0; the work done for tenants is kept in proportion to their weights. priority: among requests of one
+        tenant the highest comes first."""
         if tenant not in self._heaps:
             self._heaps[tenant] = []
             self._served[tenant] = max(self._level, self._served.get(tenant, 0.0))

@@ -84,7 +84,7 @@ def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
 
 class Rate:
     """A rate in events per second: the mean of two exponentially weighted averages with half-lives of 1 and 15 minutes, so that a
-    burst counts at once and a steady stream is not forgotten in a pause."""
+    burst counts at once and a steady stream is not forgotten in a short gap."""
 
     __slots__ = ("_at", "_long", "_short")
 

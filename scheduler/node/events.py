@@ -83,7 +83,8 @@ class ModelFacts:
 class ExpertCopies:
     """The copies of experts that a load gives to the devices of a split mixture-of-experts model. number: the most copies that a
     device gets in a layer. weights_bytes: the most bytes that the copies take on one device. table: for each layer, and in it for
-    each part (an equal share of the layer's experts, on one device or divided among several), the indices of the copied experts."""
+    each part (an equal share of the layer's experts, on one device or divided among several), the indices, within the layer, of the
+    copied experts."""
 
     number: int
     weights_bytes: int

@@ -2,9 +2,10 @@
 (ModelFacts.num_ranks > 1) takes several of one kind, each of which holds one share.
 
 A device may be lent by another host (`cpu:0@b`). The devices of one pipeline stage exchange too many bytes for a network, so all
-devices of a stage must be on one host. The last stage must be on this machine, because its first device leads. (A model that is not
-divided into stages counts as one stage, whether it is split or not.) A group therefore has on each host the devices of one or more
-whole stages or none, and on this machine those of at least one stage.
+devices of a stage must be on one host. The last stage must be on this machine, because its first device leads the group: requests
+are submitted to the engine of that device. (A model that is not divided into stages counts as one stage, whether it is split or
+not.) A group therefore has on each host the devices of one or more whole stages or none, and on this machine those of at least one
+stage.
 """
 
 from __future__ import annotations

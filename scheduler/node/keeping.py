@@ -68,8 +68,9 @@ def _device_of(node: Node, model: Model) -> Device | None:
 
 
 def weights_value(node: Node, model: Model, num_bytes: int) -> float:
-    """Returns the value, per byte, of a copy of a model's weights in host memory. num_bytes: the bytes of the weights on all
-    devices together; each device loads an equal share."""
+    """Returns the value per byte of a copy of a model's weights in host memory: the seconds of loading that the copy saves per
+    second, times the model's priority, divided by num_bytes. 0.0 if the model can be on no device. num_bytes: the bytes of the
+    weights on all devices together; each device loads an equal share."""
     device = _device_of(node, model)
     if device is None:
         return 0.0
@@ -123,7 +124,7 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
     """Makes slots of host memory free for a new copy, of the weights or the KV of `model`, which needs num_slots slots. Drops
     copies of other models that are worth less, the least valuable first, until enough slots are free. Returns how many slots the
-    new copy gets. worth: its value per byte.
+    new copy gets. worth: the value per byte of the new copy (see the module).
 
     whole: True: the copy gets all num_slots slots, or none: 0 is returned, and nothing is dropped, if too few can be made free or
     if the copies to drop are together worth more than the new one. False: it gets as many of them as can be made free."""
@@ -231,7 +232,8 @@ def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
 def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_tokens: int) -> None:
     """Records the KV of num_tokens tokens that an eviction has saved, in place of any KV of the model that was saved earlier. It
     stays until it is restored or dropped. slots: those of the granted slots that hold KV; (): none was saved. index: the engine's
-    index of the saved KV. Does nothing if the evicted copy was still being loaded: KV that was saved earlier then stays."""
+    encoded list of the tokens whose KV the slots hold, by which a later load restores them. Does nothing if the evicted copy was
+    still being loaded: KV that was saved earlier then stays."""
     host = node.host
     if copy.ready_at is None:
         return  # the load was withdrawn: what was saved before is still good

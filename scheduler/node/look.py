@@ -26,8 +26,8 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
     Returns None if nothing can begin now; a deadline is set if the mere passing of time will change that.
 
     By rule 8, the model that has been overdue longest, of those that could be placed at all, comes first, and only it may force
-    busy models out. All others follow in the order of their waiting work per reload second, the most first. On a device that is
-    held for a model, no other model is placed."""
+    busy models out. All others follow in descending order of the number of their waiting requests divided by the seconds of their
+    load. On a device that is held for a model, no other model is placed."""
     first = first_in_line(node, device)
     if first is None:
         return None

@@ -137,7 +137,8 @@ class NodeScheduler:
         return None if model is None else _model_view(self._node, model)
 
     def state(self, name: str) -> str | None:
-        """Returns the state of one model (residency.py), which is cheaper than its whole view; None if it is unknown."""
+        """Returns the state of one model, such as "ready" (residency.py lists them), which is cheaper than its whole view; None if
+        it is unknown."""
         model = self._node.models.get(name)
         return None if model is None else model.state
 
@@ -172,7 +173,7 @@ class NodeScheduler:
 
     def queue(self) -> list[QueuedView]:
         """Returns all waiting requests, model by model, those of a model in the order of its queue. They may be submitted in
-        another order, which depends on the tenants' shares as well."""
+        another order: the next one is of the tenant with the fewest running requests for its weight."""
         return [
             QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
             for model in self._node.models.values()

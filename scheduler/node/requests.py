@@ -77,8 +77,8 @@ def submit(node: Node, model: Model, request: Request) -> None:
 
 
 def submit_queued(node: Node, model: Model) -> None:
-    """Submits a model's waiting requests to its replicas until the engines' windows are full, in the order of the tenants'
-    shares."""
+    """Submits a model's waiting requests to its replicas until the engines' windows are full, each time the oldest one of the
+    tenant with the fewest running requests for its weight."""
     while model.queue and routing.has_room(node, model):
         request = model.dequeue_next()
         node.waits.discard(request.facts.request_id)
