@@ -39,8 +39,8 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A device and the models on it. A split model has one Resident, which is in the `residents` of each of its devices. coming:
-    the name of the model that is being placed there; "": none."""
+    """A device and the models on it, each with a record of its state (Resident). The record of a split model is in the `residents`
+    of each of its devices. coming: the name of the model that is being placed there; "": none."""
 
     name: str
     total_chunks: int

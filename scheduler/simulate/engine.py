@@ -1,8 +1,9 @@
 """Simulates the engine of one device, step by step. Which model's step is next is decided by scheduler/batch/turns.py, and how
 large it may be by the engine's own rules (`steps`). While all models only decode, many steps are simulated as one event.
 
-A model that is split over several devices is hosted by the engine of the first one, which leads. Its steps begin when all of its
-devices are free, and occupy them all. Between two of them, a device that follows runs a step of its own models, if one is due.
+A model that is split over several devices is hosted by the engine of the first one, which plans its steps. Each of these steps
+begins when all of the model's devices are free, and occupies them all. Between two of these steps, the model's further devices each
+run a step of their own models, if one is due.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Hosted:
     """A model that is loaded on the simulated device.
 
     reserved_bytes: its reserved KV. costs: how large its steps may be and how long they take. followers: if the model is split, the
-    engines of its further devices; this engine leads.
+    engines of its further devices, which take part in the steps that this engine plans.
 
     steps: the number of decode steps so far, as each of its sequences sees it: a step without room for all decoding sequences
     counts as the fraction that it has room for, because the sequences alternate. When a sequence begins to decode, the value of
@@ -118,7 +119,8 @@ class _Step:
 
 @dataclass(slots=True)
 class _Joined:
-    """The time in which a step of a split model that another engine leads occupies this device. until: when it ends."""
+    """A step of a split model in which this device takes part, although the engine of the model's first device has planned it.
+    until: when the step ends."""
 
     until: float
 
@@ -160,8 +162,8 @@ class SimulatedEngine:
     # ---- time
 
     def next_at(self) -> float | None:
-        """Returns when the step or rounds under way will end; None if there is nothing to run. If none are under way, starts the
-        next ones."""
+        """Returns when the step under way, or the rounds (several decode steps simulated as one event), will end. Starts the next
+        step or rounds if none are under way; returns None if there is nothing to run."""
         if self._under_way is None:
             self._start(self._now)
         step = self._under_way
@@ -196,7 +198,8 @@ class SimulatedEngine:
         followers: Iterable[SimulatedEngine] = (),
     ) -> None:
         """Adds a loaded model. restored: request id -> number of tokens whose KV was restored, used when that request is submitted
-        again. followers: if the model is split, the engines of its further devices; this engine then leads."""
+        again. followers: if the model is split, the engines of its further devices, which take part in the steps that this engine
+        plans."""
         steps = self._steps.get(facts.name)
         if steps is None:
             steps = self._steps[facts.name] = ModelSteps(self.settings, self.costs.step_seconds(facts))
@@ -269,8 +272,9 @@ class SimulatedEngine:
     # ---- steps of split models
 
     def free_at(self, now: float) -> float:
-        """Returns when the device is free for a step that another engine, which leads a split model on this device, plans at the
-        time `now`. If a step of a split model has just ended here, the device's own models run one step first, if any has work."""
+        """Returns when this device is free to take part in a step of a split model, which the engine of the model's first device
+        plans at the time `now`. If a step of a split model has just ended here, this device's own models run one step first, if any
+        has work."""
         self._now = max(self._now, now)
         self._interrupt()
         if isinstance(self._under_way, _Joined) and self._under_way.until <= now:
@@ -278,8 +282,8 @@ class SimulatedEngine:
         return max(now, self.next_at() or now)
 
     def join(self, until: float) -> None:
-        """Occupies the device with a step of a split model that another engine leads, from the end of the current step until the
-        time `until`."""
+        """Occupies this device, from the end of its current step until the time `until`, with a step of a split model that the
+        engine of the model's first device has planned."""
         self._joined_until = until
 
     def _busy_followed(self) -> list[Hosted]:
@@ -357,8 +361,8 @@ class SimulatedEngine:
         order, then waiting requests are admitted, until the step is full.
 
         turns: how many turns (time slices of the device) the step may take; 0: any time. rows: how many sequences decode in it.
-        strict: True: the step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is longer than
-        that, it may take as long (at most two turns)."""
+        strict: True: the step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is longer, the
+        step may take as long as that one (at most two turns)."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
@@ -406,7 +410,8 @@ class SimulatedEngine:
         return True
 
     def _interrupt(self) -> None:
-        """Shortens the current rounds so that they end with the step that is running now."""
+        """Shortens the rounds under way (several decode steps simulated as one event) so that they end with the step that is
+        running now. Does nothing if a single step is under way."""
         rounds = self._under_way
         if isinstance(rounds, _Rounds):
             of_round = len(rounds.decoded)
@@ -414,7 +419,8 @@ class SimulatedEngine:
             rounds.num = min(rounds.num, ceil(passed * of_round - _DUE) / of_round)
 
     def _account(self, rounds: _Rounds) -> None:
-        """Counts those steps of the rounds under way that have ended by now as run, and shortens the rounds by them."""
+        """Updates the models by those steps of `rounds` (several decode steps simulated as one event) that have ended by now, and
+        removes these steps from `rounds`."""
         of_round = len(rounds.decoded)
         num = min(rounds.num, int((self._now - self._began) / rounds.round_s * of_round + _DUE) / of_round)
         self._decode(rounds, num)

@@ -36,8 +36,8 @@ class SimulationError(Exception):
 
 @dataclass(slots=True, frozen=True)
 class SimulatedNode:
-    """A node to simulate. devices: name -> budget in bytes. steps: the settings of its engines. host_tier_bytes: host memory for
-    weights and saved KV."""
+    """A node to simulate. devices: name -> budget in bytes. steps: the settings that limit the steps of its engines.
+    host_tier_bytes: host memory for weights and saved KV."""
 
     devices: Mapping[str, int]
     chunk_bytes: int
@@ -128,8 +128,9 @@ class Simulation:
         return Run(self.outcomes, self.swaps, self.num_events)
 
     def _measure(self, device: str, engine: SimulatedEngine) -> None:
-        """Posts the measurements of a device that a real node reports: KV in use, and the speed of prompts. Other events of the
-        same time that depend on these measurements must be posted afterwards."""
+        """Passes the measurements that a real node reports for a device, the KV in use and the speed of prompts, to the decider
+        (the node scheduler or the rule that is simulated). Must be called before other events of the same time that depend on them
+        are passed on."""
         if self.now >= self._note_kv_at[device]:
             self._note_kv_at[device] = self.now + STATS_EVERY_S
             kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
@@ -199,8 +200,8 @@ class Simulation:
         heappush(self._due, (self.now + seconds, self._num_due, event))
 
     def _happen(self, event: Event) -> None:
-        """Handles the end of a load or an eviction and posts it to the decider. The end of a load that was cancelled before is
-        ignored."""
+        """Handles the event that a load or an eviction has ended, and passes it to the decider (the node scheduler or the rule that
+        is simulated). The end of a load that was cancelled before is ignored."""
         if isinstance(event, events.LoadFinished):
             copy = self._copies.get(event.placement_id)
             if copy is None:

@@ -90,7 +90,7 @@ class ModelSteps:
     def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
         """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. turns: how many turns
         (time slices of the device) the step may take; 0: any time. strict: True: the step is to end within its turns. False: if
-        even the cheapest step with a chunk of a prompt is longer than that, it may take as long (at most two turns)."""
+        even the cheapest step with a chunk of a prompt is longer, the step may take as long as that one (at most two turns)."""
         key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:
@@ -101,7 +101,8 @@ class ModelSteps:
         """Returns how many tokens of prompts a step may compute while num_rows sequences decode. The result is at least the
         smallest chunk, as far as the limit of the step's tokens allows. num_prompts: prompts that have begun or wait. turns: how
         many turns (time slices of the device) the step may take; 0: any time. strict: True: the step is to end within its turns.
-        False: if even the cheapest step with a chunk of a prompt is longer than that, it may take as long (at most two turns)."""
+        False: if even the cheapest step with a chunk of a prompt is longer, the step may take as long as that one (at most two
+        turns)."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:
