@@ -212,7 +212,8 @@ def with_device_defaults(config: NodeConfig, devices: Iterable[str], given: Cont
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """Returns the file's content as a table. Raises ConfigError, which names the file and, for a syntax error, the line."""
+    """Returns the file's content as a table. Raises ConfigError if the file cannot be read or is not valid TOML; the error names
+    the file and, for a syntax error, the line."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)

@@ -91,7 +91,8 @@ def _statements(text: str) -> list[tuple[int, list[str]]]:
 
 
 def _paths(table: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the path of every key in a table and in the tables within it."""
+    """Yields the path of every key in a table and in the tables within it, outermost key first. before: the path of the table
+    itself, with which each result begins."""
     for key, value in table.items():
         yield (*before, key)
         if isinstance(value, dict):
