@@ -223,8 +223,8 @@ class BatchScheduler:
     def plan(
         self, step_id: int, room: StepRoom | None = None, max_tokens: int | None = None, now_s: float = 0.0
     ) -> BatchPlan | None:
-        """Returns the next step; None if nothing can run now. Raises TokensNeeded if the next step depends on tokens that a started
-        step has not reported yet.
+        """Returns the plan of the next step, which gets the id `step_id`; None if nothing can run now. Raises TokensNeeded if the
+        next step depends on tokens that a started step has not reported yet.
 
         max_tokens: the most tokens of the step. If it is None, or if a KV group has windows or states, max_num_batched_tokens is
         the limit instead. room: what limits the step's rows and prompt tokens (StepRoom); None: no limits. now_s: the time, which

@@ -24,7 +24,8 @@ class Endings:
         self._least_left = INT32_MAX  # every sequence can have at least this many more tokens before it reaches its length
 
     def join(self, slot: int, params: Sampling) -> None:
-        """Registers the sequence in a slot; its columns in the sequence table are set already."""
+        """Registers the sequence in a slot, whose columns in the sequence table are set already. params: the sampling settings of
+        its request."""
         table = self._table
         self._least_left = min(self._least_left, int(table.max_total_tokens[slot] - table.num_tokens[slot]))
         if params.stop_token_ids:

@@ -160,8 +160,8 @@ class KVCache:
             group.close()
 
     def _make_room(self, wanting: GroupCache, num_chunks: int) -> int:
-        """Frees chunks for the group `wanting` by dropping cached prefixes: first those of the model's other groups, then those of
-        other models. Returns how many chunks became free."""
+        """Frees num_chunks chunks, as far as possible, for the group `wanting` by dropping cached prefixes: first those of the
+        model's other groups, then those of other models. Returns how many chunks became free."""
         given = 0
         for group in self.groups:
             if group is not wanting and given < num_chunks:

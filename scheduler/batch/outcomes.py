@@ -23,7 +23,8 @@ class Outcomes:
         self._named: tuple[IntArray | None, list[int]] = (None, [])  # slots of the latest step, and the ids of the requests in them
 
     def join(self, slot: int, request: BatchRequest, params: Sampling) -> None:
-        """Registers the sequence in a slot; its columns in the sequence table are set already."""
+        """Registers the sequence in a slot, whose columns in the sequence table are set already. request, params: its request and
+        the sampling settings of that."""
         self._endings.join(slot, params)
         self._first_tokens.join(slot, request)
 

@@ -52,7 +52,8 @@ class BatchRequest:
         """Returns a function that returns, for a serial number, the key of the request's partial block under this number
         (prefix_cache.tail_key; sequences with the same tokens have different numbers). The partial block holds the tokens after the
         blocks that may be taken from the prefix cache, without the last token. Returns None if there are no such tokens, or if
-        every token must be computed. The request's `keys` must already include those of the full blocks before it."""
+        every token must be computed. The request's `keys` must already include those of the full blocks before it. seed: the
+        `prefix_seed` of the request. block_tokens: tokens in a full block."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:

@@ -90,7 +90,8 @@ class StepCosts:
     def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = (), least_step: int = 1) -> StepCosts:
         """Returns costs as if steps of all sizes had been measured, for simulations. seconds(tokens): returns the seconds of a step
         of that many tokens, without the cost of its contexts (the numbers that say how much its tokens attend to, such as positions
-        read). each_s: for each context the seconds that it adds per unit."""
+        read). each_s: for each context the seconds that it adds per unit. least_step: the smallest distance in tokens between two
+        classes of step sizes."""
         costs = cls(len(each_s), least_step)
         costs._each_s, costs._fitted_s = list(each_s), list(each_s)
         nothing = [0.0] * len(each_s)

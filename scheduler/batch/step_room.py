@@ -64,8 +64,9 @@ class StepRoom:
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
     def worth_drafting(self, contexts: IntArray, worths: Sequence[float]) -> int:
-        """Returns how many drafted tokens are worth their cost in a step that only decodes. contexts: number of positions of each
-        sequence. worths: for each drafted token the chance that it is what the model samples, in descending order."""
+        """Returns how many of the drafted tokens, taken in the order of `worths`, are worth their cost in a step that only decodes.
+        contexts: number of positions of each sequence. worths: for each drafted token the chance that it is what the model samples,
+        in descending order."""
         if self._limits is None:
             return len(worths)
         return self._limits.worth_drafting(len(contexts), float(contexts.mean()), worths, self._turns)
