@@ -39,13 +39,14 @@ class LoadCosts:
 
     def saved_s_per_token(self, model: str, kv_bytes_per_token: float) -> float:
         """Returns how many seconds are saved if a token's KV is copied back from host memory instead of computed; negative if
-        computing is faster. A model whose prompts have not been measured is assumed to need 1 s to compute a token."""
+        computing is faster. kv_bytes_per_token: the bytes of the KV of one token. A model whose prompts have not been measured is
+        assumed to need 1 s to compute a token."""
         rate = self.prefill_tokens_per_s.get(model)
         return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
 
     def learn(self, model: str, weights_bytes: int, seconds: float) -> None:
-        """Updates the model's average load time and the disk's average bandwidth with the measurement of one load from disk, which
-        took `seconds`."""
+        """Updates the model's average load time and the disk's average bandwidth with the measurement of one load of weights_bytes
+        bytes from disk, which took `seconds`."""
         _average(self._seconds, (model, weights_bytes), seconds)
         transfer_s = seconds - self.overhead_s
         if transfer_s > 0 and weights_bytes > 0:
@@ -53,7 +54,8 @@ class LoadCosts:
 
     def learn_from_host(self, model: str, weights_bytes: int, seconds: float, copy_s: float) -> None:
         """Updates the model's average load time and the average bandwidth of copies from host memory with the measurement of one
-        load from host memory, which took `seconds`. copy_s: how many of these seconds were spent copying; 0: not reported."""
+        load of weights_bytes bytes from host memory, which took `seconds`. copy_s: how many of these seconds were spent copying; 0:
+        not reported."""
         _average(self._from_host, (model, weights_bytes), seconds)
         if copy_s > 0 and weights_bytes > 0:
             self.copy_bytes_per_s = _averaged_bandwidth(self.copy_bytes_per_s, copy_s / weights_bytes)
@@ -76,8 +78,8 @@ def _average(known: dict[K, float], key: K, new: float) -> None:
 
 
 def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
-    """Returns a bandwidth in bytes per second, averaged with the newest measurement. The average is that of seconds per byte, so
-    that a single very fast load, of a cached file, has little influence."""
+    """Returns the bandwidth bytes_per_s, averaged with the newest measurement, new_s_per_byte, which is in seconds per byte. The
+    average is taken over seconds per byte, so that a single very fast load, of a cached file, has little influence."""
     per_byte = 1 / bytes_per_s
     return 1 / (per_byte + _NEW * (new_s_per_byte - per_byte))
 

@@ -48,7 +48,8 @@ def num_other_hosts(devices: Iterable[str]) -> int:
 def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
     """Returns sets of devices, each in the given order; the devices of a model are all taken from one set. For a whole model there
     is one set: all devices of this machine. For a split model there is one set for each kind of device ("cpu", "cuda") with enough
-    devices; it has only devices that can be part of a group. [] if there are too few devices."""
+    devices; it has only devices that can be part of a group. [] if there are too few devices. num_ranks: devices of a group.
+    num_stages: its pipeline stages."""
     if num_ranks == 1:
         return [alone] if (alone := tuple(device for device in devices if host_of(device) == HERE)) else []
     by_kind: dict[str, list[str]] = {}

@@ -51,7 +51,8 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int], without_room: 
 def is_short(node: Node, device: Device, model: Model, adapter_bytes: int = 0) -> bool:
     """Returns whether little of the memory that a model may use for KV on the device (its own reserve, and the lease, which all
     models share) is free: less than a tenth of it, or less than the KV of two prompts of average length takes. Memory of cached
-    prefixes counts as free, because they are dropped when it is needed."""
+    prefixes counts as free, because they are dropped when it is needed. adapter_bytes: the bytes of the adapters on the device that
+    running requests use."""
     total = device.ledger.lease_chunks * node.settings.chunk_bytes
     used = adapter_bytes + sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
     total += _reserved_bytes(node, model)

@@ -144,8 +144,9 @@ class DeviceLedger:
         return True
 
     def has_room(self, placement_id: int, size: Size) -> bool:
-        """Returns whether the copy of a placement fits on the device now, beside all copies on the device and all chunks promised
-        to other placements. Copies that are being evicted still count, with their work space, until they are gone."""
+        """Returns whether a model of this size, which the placement of this id is to bring, fits on the device now, beside all
+        copies on the device and all chunks promised to other placements. Copies that are being evicted still count, with their work
+        space, until they are gone."""
         others = [promise for other, promise in self.promised.items() if other != placement_id]
         works = (*(one.work_space_chunks for one in self._held.values()), *(work for _, work in others), size.work_space_chunks)
         return self.held_chunks + size.chunks + sum(chunks for chunks, _ in others) + max(works) <= self.total_chunks

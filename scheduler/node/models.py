@@ -97,8 +97,9 @@ def forget(node: Node, model: Model) -> None:
 
 
 def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> None:
-    """Counts a failed load. A temporary failure is tried again after 1, 2, 4 ... s; after `failed_loads` failures in a row (a
-    setting), the model is quarantined. Must be called before the model's state is set to cold or warm."""
+    """Counts a failed load. permanent: True: the model is not tried again. False: it is tried again after 1, 2, 4, ... times the
+    setting retry_load_s; after as many failures in a row as the setting failed_loads says, it is quarantined. reason: what went
+    wrong, for operators. Must be called before the model's state is set to cold or warm."""
     settings = node.settings
     model.failed_loads += 1
     if permanent:
