@@ -36,10 +36,10 @@ def _next_uses(trace: Sequence[TraceRequest]) -> list[int]:
 def _replay(
     trace: Sequence[TraceRequest], sizes: Mapping[str, Size], total_chunks: int, next_use: Sequence[int], by_size: bool
 ) -> int:
-    """Returns how often models are loaded if the trace is replayed, and room is made by evicting the model with the largest key.
-    by_size: False: the key is the time of the model's next use; True: the distance to its next use times its size. The distance is
-    that at the model's last use and is not updated, which is good enough for an order of victims. next_use: for each request the
-    index in the trace of the next request for the same model (_next_uses)."""
+    """Returns how often models are loaded if the trace is replayed on total_chunks chunks, and room is made by evicting the model
+    with the largest key. sizes: model -> its size. by_size: False: the key is the time of the model's next use; True: the distance
+    to its next use times its size. The distance is that at the model's last use and is not updated, which is good enough for an
+    order of victims. next_use: for each request the index in the trace of the next request for the same model (_next_uses)."""
     resident: dict[str, float] = {}  # model -> its current key in the heap
     heap: list[tuple[float, str]] = []  # largest key first; stale entries are left in it
     held = num_loads = 0

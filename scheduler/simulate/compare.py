@@ -26,8 +26,9 @@ POLICIES = (HEARTHD, *_RULES, ALL_RESIDENT)
 
 @dataclass(slots=True)
 class Comparison:
-    """The figures of all policies. fewest_loads: the fewest loads of any rule that loads models on demand and serves the trace's
-    requests in their order. num_events: the number of events of all runs, in sum."""
+    """The figures of all policies, that is, of the node scheduler and the rules that were compared with it. fewest_loads: the
+    fewest loads of any rule that loads models on demand and serves the trace's requests in their order. num_events: the number of
+    events of all runs, in sum."""
 
     policies: list[Figures]
     fewest_loads: int
@@ -42,9 +43,9 @@ def compare(
     policies: Sequence[str] = POLICIES,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """Runs a trace with each policy and returns the figures of all runs. slo_s: the objective: the seconds within which the first
-    token of a request must come. on_progress: called repeatedly with (policy, requests ended, requests in all). Raises
-    SimulationError if a run leaves requests that are never served."""
+    """Runs a trace with each policy and returns the figures of all runs. policies: names from POLICIES. slo_s: the objective: the
+    seconds within which the first token of a request must come. on_progress: called repeatedly with (policy, requests ended,
+    requests in all). Raises SimulationError if a run leaves requests that are never served."""
     found = []
     num_events = 0
     for policy in policies:

@@ -197,9 +197,9 @@ class SimulatedEngine:
         restored: Mapping[int, int] = NOTHING_RESTORED,
         followers: Iterable[SimulatedEngine] = (),
     ) -> None:
-        """Adds a loaded model. restored: request id -> number of tokens whose KV was restored, used when that request is submitted
-        again. followers: if the model is split, the engines of its further devices, which take part in the steps that this engine
-        plans."""
+        """Adds a loaded model. reserved_bytes: the size of its reserved KV. restored: request id -> number of tokens whose KV was
+        restored, used when that request is submitted again. followers: if the model is split, the engines of its further devices,
+        which take part in the steps that this engine plans."""
         steps = self._steps.get(facts.name)
         if steps is None:
             steps = self._steps[facts.name] = ModelSteps(self.settings, self.costs.step_seconds(facts))
