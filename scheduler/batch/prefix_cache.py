@@ -15,6 +15,7 @@ import numpy as np
 from scheduler.batch.plan import BoolArray, IntArray
 
 KEY_BYTES = 16
+SERIAL_BYTES = 3
 
 
 def prefix_seed(*parts: str) -> bytes:
@@ -45,7 +46,7 @@ def tail_key(parent: bytes, tokens: IntArray, serial: int) -> bytes:
     """Returns the key of a partial block: it holds `tokens`, fewer than fill a block, and follows the block whose key is `parent`.
     serial: several sequences with the same tokens each have a partial block of their own; the serial numbers 0, 1, ... give these
     blocks different keys."""
-    data = tokens.astype(np.int32).tobytes() + bytes([serial % 256])  # no full block's data has such a length
+    data = tokens.astype(np.int32).tobytes() + serial.to_bytes(SERIAL_BYTES)  # no full block's data has such a length
     return hashlib.blake2b(parent + data, digest_size=KEY_BYTES).digest()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.group_cache import GroupCache
-from scheduler.batch.prefix_cache import PrefixCache, extend_keys, prefix_seed
+from scheduler.batch.prefix_cache import PrefixCache, extend_keys, prefix_seed, tail_key
 
 
 def keys_of(tokens: list[int], num_blocks: int, salt: str = "", fingerprint: str = "f", dtype: str = "float32") -> list[bytes]:
@@ -35,6 +35,12 @@ def test_seed_separates_salt_model_and_dtype() -> None:
     assert len(seeds) == 5
     tokens = list(range(8))
     assert not set(keys_of(tokens, 2, salt="a")) & set(keys_of(tokens, 2, salt="b"))
+
+
+def test_as_many_sequences_as_a_batch_may_hold_have_keys_of_their_own() -> None:
+    """Checks that saving them ends: it counts the serial number up until a key is free."""
+    tokens = np.array([7, 8, 9], np.int32)
+    assert len({tail_key(b"parent", tokens, serial) for serial in range(4096)}) == 4096
 
 
 def test_match_ends_at_the_first_gap() -> None:
