@@ -75,16 +75,16 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 def configure(cache_dir: str) -> None:
     """Sets the folder in which Triton keeps compiled kernels: cache_dir, or a temporary folder if cache_dir cannot be written or
-    has too little free space. On a GPU also loads from this folder which kernels were measured to be faster, and keeps later
-    choices there (linear_choice.keep_in)."""
+    has too little free space. On a GPU also loads from this folder which kernels of matrix products were measured to be faster, and
+    keeps later choices there (linear_choice.keep_in)."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
     if not INTERPRETED and torch.cuda.is_available():
         linear_choice.keep_in(Path(triton.knobs.cache.dir))
 
 
 def byte_linear(x: Tensor, weight: Fp8Matrix | Int8Matrix, bias: Tensor | None) -> Tensor:
-    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], as [T, N] in x's dtype. In the context linear_choice.both_kernels
-    all kernels and tile sizes are launched, so that they are compiled."""
+    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N] (None: no bias), as [T, N] in x's dtype, for weights of one byte
+    each. In the context linear_choice.both_kernels all kernels and tile sizes are launched, so that they are compiled."""
     scales = weight.scales.view(len(weight), -1)
     return _quantised_linear(triton_fp8_linear, x, len(weight), (weight.values, scales, weight.group_inputs, bias))
 
@@ -111,9 +111,10 @@ def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[A
 
 
 def add_adapters(x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, decodes: bool) -> None:
-    """Adds the product of each token of x [T, K] with its LoRA adapter to out [T, N], as Ops.add_adapters does. bound: one of
-    RANK_BOUNDS; no adapter has a larger rank. decodes: every row has one token. In the context linear_choice.both_kernels tiles of
-    all sizes are launched, for small and large ranks, so that they are compiled."""
+    """Adds to out [T, N], for each token of x [T, K], the token's product with the matrices of its LoRA adapter, as
+    Ops.add_adapters does. product: the matrix multiplication whose result is `out`. adapters: each token's adapter, and the tables
+    of all adapters. bound: one of RANK_BOUNDS; no adapter has a larger rank. decodes: every row has one token. In the context
+    linear_choice.both_kernels tiles of all sizes are launched, for small and large ranks, so that they are compiled."""
     launches_all = linear_choice.launches_both()
     tiles = triton_adapters.TILE_TOKENS if launches_all else (triton_adapters.tile_tokens(len(x), decodes),)
     bounds = triton_adapters.RANK_BOUNDS[:2] if launches_all else (bound,)
@@ -162,9 +163,11 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
-    """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does. If other ranks hold some of the experts,
-    the output has only the part of the experts whose matrices are here. In the context linear_choice.both_kernels products are
-    launched with tiles of both sizes, so that they are compiled."""
+    """Returns the output [T, W] of a layer's experts for x [T, W], as Ops.experts does: for each token the weighted sum of its
+    chosen experts' outputs. scores [T, >= E]: the router's scores of E experts. shared [T, W]: the output of the shared expert,
+    which is added; None: there is none. If other ranks hold some of the experts, the output has only the part of the experts whose
+    matrices are here. In the context linear_choice.both_kernels products are launched with tiles of both sizes, so that they are
+    compiled."""
     num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     if experts.sigmoid is None:
@@ -234,8 +237,8 @@ def attention(
     qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch, sinks: Tensor | None = None
 ) -> Tensor:
     """Returns the attention [T, H D] of the step's tokens in a layer whose keys and values have been stored. Results of tokens that
-    belong to no row are undefined. softcap: scores become softcap * tanh(score / softcap); 0: they stay. sinks [H]: one more score
-    for each head, which takes weight but has no value; None: there are none."""
+    belong to no row are undefined. heads: H. scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap);
+    0: they stay. sinks [H]: one more score for each head, which takes weight but has no value; None: there are none."""
     group, place = batch.group_of(layer)
     out = qkv.new_empty(qkv.shape[0], heads * group.kv.shape[5])
     kv = (group.kv, group.scales)
@@ -299,9 +302,9 @@ def latent_attention(
     its key matrix before the attention, and the attention's sums of latents by its value matrix afterwards. Results of tokens that
     belong to no row are undefined.
 
-    tokens: how many tokens are computed at a time, to bound the work space; all rows that decode are computed at once even if they
-    are more. tile_heads: number of heads that read a tile of latents together. product(x [H, T, A], weights [H, A, B], out [H, T,
-    B]): multiplies by plain weights and writes the result to `out`."""
+    scale: factor of the scores. tokens: how many tokens are computed at a time, to bound the work space; all rows that decode are
+    computed at once even if they are more. tile_heads: number of heads that read a tile of latents together. product(x [H, T, A],
+    weights [H, A, B], out [H, T, B]): multiplies by plain weights and writes the result to `out`."""
     group, place = batch.group_of(layer)
     num_tokens, rank = len(queries), heads.rank
     by_head = queries.view(num_tokens, heads.num_heads, heads.plain_dim + heads.rope_dim)
@@ -338,9 +341,9 @@ def latent_attention(
 def _product_by_head(
     x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor, product: Callable[[Tensor, Tensor, Tensor], None]
 ) -> None:
-    """Multiplies each head of x [T, H, ...] by its part of heads.up and writes the results to out [T, H, ...] (see
-    triton_latent.product_by_head). product: multiplies if the weights are plain, as in latent_attention. Raises TypeError for
-    packed weights."""
+    """Multiplies each head of x [T, H, ...] by the head's value matrix (of_values) or key matrix in heads.up, and writes the
+    results to out [T, H, ...] (see triton_latent.product_by_head). product: multiplies if the weights are plain, as in
+    latent_attention. Raises TypeError for packed weights."""
     if isinstance(heads.up, Fp8Matrix | Int4Matrix | Int8Matrix | Nvfp4Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
         return
@@ -353,7 +356,7 @@ def _product_by_head(
 
 def gated_delta(x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: DeviceBatch) -> Tensor:
     """Returns the output [T, V D] of a layer's gated delta rule and updates the rows' states, as Ops.gated_delta does. Unlike
-    there, results of tokens that belong to no row are undefined."""
+    there, results of tokens that belong to no row are undefined. x, gates: the outputs of the layer's two projections."""
     group, place = batch.group_of(layer)
     out = x.new_empty(len(x), rule.num_value_heads * rule.value_dim)
     triton_delta.gated_delta(
@@ -396,8 +399,8 @@ def prepare_inputs(
     block_table: Tensor,
     block_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the step's (input_ids, positions [T] int32, kv_slots [T] int64) from the columns that the host sends, as
-    reference.prepare_inputs does. The arguments are those of triton_inputs.prepare_inputs."""
+    """Returns the token ids and positions [T] int32 and the KV slots [T] int64 of a step's tokens, computed from the columns that
+    the host sends, as reference.prepare_inputs does. triton_inputs.prepare_inputs describes the arguments."""
     input_ids, positions = torch.empty_like(token_rows), torch.empty_like(token_rows)
     kv_slots = torch.empty(len(token_rows), dtype=torch.int64, device=token_rows.device)
     triton_inputs.prepare_inputs(
@@ -416,8 +419,8 @@ def cos_sin(positions: Tensor, rotary: Rotary) -> Tensor:
 
 def split_contexts(contexts: Tensor, reach: int, target: int, counted: int = 0) -> triton_decode.DecodeWork:
     """Returns the work of a decode step's attention: the contexts [R] int32 (numbers of positions), on the device, cut into about
-    `target` pieces. reach: how far back a query attends (see KVGroupSpec). counted: the largest number of KV heads of a layer, if
-    attention kernels may combine pieces themselves (tiles.joins_pieces), else 0. Raises ValueError for more than
+    `target` pieces (split-K parts). reach: how far back a query attends (see KVGroupSpec). counted: the largest number of KV heads
+    of a layer, if attention kernels may combine pieces themselves (tiles.joins_pieces), else 0. Raises ValueError for more than
     triton_decode.MAX_ROWS rows."""
     work = triton_decode.make_work(len(contexts), target, counted, contexts.device)
     triton_decode.split_contexts(contexts, reach, work)

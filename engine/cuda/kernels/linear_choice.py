@@ -218,8 +218,8 @@ def apart(one: list[float], other: list[float]) -> bool:
 
 
 def times_s(calls: dict[Name, Callable[[], Any]], flush: Tensor) -> dict[Name, list[float]] | None:
-    """Measures the calls on the device, in turns, each REPEATS times. Returns each call's seconds, by the call's name. Before each
-    call, a write to `flush` (a tensor larger than the GPU's cache) empties the cache.
+    """Measures the calls on the device, one after the other, REPEATS times over. Returns each call's seconds, by the call's name.
+    Before each call, a write to `flush` (a tensor larger than the GPU's cache) empties the cache.
 
     The device is first given other work that lasts until the host has launched all calls, so that launches do not affect the times.
     Returns None if the host did not finish before that work in any of HEAD_START_TRIES tries."""

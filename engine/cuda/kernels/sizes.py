@@ -1,5 +1,5 @@
-"""Arithmetic of grids and blocks, on the host. Triton's own cdiv and next_power_of_2, which kernels can call as well, take the host
-some 3 µs a call, and a step calls them hundreds of times."""
+"""Arithmetic on the host for the grids of launches and the sizes that kernels are compiled for. Triton's own cdiv and
+next_power_of_2, which kernels can call as well, take the host some 3 µs a call, and a step calls them hundreds of times."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Key(NamedTuple):
 class MeasuredTile(NamedTuple):
     """The tile that was measured to be the fastest on this GPU in one case. kernel: EXTEND_KERNEL (prompts) or DECODE_KERNEL.
     group: in decode steps the number of query heads per KV head, which affects the time that combining split-K parts takes; 0 for
-    prompts. The other fields of the case are as in Key."""
+    prompts. head_dim, item_bytes, fp8: as in Key."""
 
     kernel: str
     head_dim: int
@@ -109,8 +109,8 @@ _Shape = tuple[int, int, bool]  # the fields of a Key behind `architecture`
 
 
 def _everywhere(entries: dict[_Shape, Entry]) -> dict[Key, Entry]:
-    """Returns these entries, which are given by shape, for every architecture; those with FP8 codes only for architectures that
-    support FP8."""
+    """Returns these entries, whose keys are (head_dim, item_bytes, fp8), for every architecture; those with FP8 codes only for
+    architectures that support FP8."""
     return {
         Key(architecture, *shape): entry
         for shape, entry in entries.items()
@@ -279,8 +279,8 @@ def extend_tile(head_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
 
 
 def decode_tile(head_dim: int, item_bytes: int, fp8: bool = False, group: int = 1) -> Tile:
-    """Returns the tile of the kernel for rows with one new token each. group: number of query heads per KV head. The other
-    arguments are those of extend_tile."""
+    """Returns the tile of the kernel for rows with one new token each. group: number of query heads per KV head. head_dim,
+    item_bytes, fp8: as in extend_tile."""
     return _forced.tile or _own_tile(DECODE_KERNEL, capability(), head_dim, item_bytes, fp8, group)
 
 

@@ -182,9 +182,10 @@ def rank_bound(rank: int) -> int:
 def add_adapters(
     x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, tile: int, widen: bool
 ) -> None:
-    """Adds the product of each token of x [T, K] with its LoRA adapter to out [T, N] in place. bound: one of RANK_BOUNDS; no
-    adapter has a larger rank. tile: one of TILE_TOKENS. widen: products are computed in float32 (where kernels are interpreted).
-    Raises ValueError if the product has more than MAX_PARTS parts."""
+    """Adds to out [T, N] in place, for each token of x [T, K], the token's product with the matrices of its LoRA adapter. product:
+    the matrix multiplication whose result is `out`. adapters: each token's adapter, and the tables of all adapters. bound: one of
+    RANK_BOUNDS; no adapter has a larger rank. tile: one of TILE_TOKENS. widen: products are computed in float32 (where kernels are
+    interpreted). Raises ValueError if the product has more than MAX_PARTS parts."""
     if len(product.parts) > MAX_PARTS:
         raise ValueError(f"product {product.number} has {len(product.parts)} parts; adapters change products of up to {MAX_PARTS}")
     (num_tokens, inputs), parts, size = x.shape, len(product.parts), TILE_TOKENS.index(tile)

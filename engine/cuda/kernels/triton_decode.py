@@ -63,8 +63,9 @@ class DecodeWork:
     firsts [R + 1] int32: the index of each row's first piece, then the number of pieces.
     target: the approximate number of pieces that is wanted.
     finished, int32: counters for attention kernels that combine pieces themselves, 0 between kernels; empty if no layer has such a
-    kernel. A layer reads the first I * G counters as [I, G]. At the first of each group of pieces that are combined at once, a
-    counter counts the pieces that are computed; at a row's second piece, it counts the groups of the row that are combined."""
+    kernel. A layer reads the first I * G counters as [I, G]. The counter of the first piece of a group (of pieces that are combined
+    at once) counts the pieces of the group that are computed. The counter of a row's second piece counts the row's groups that are
+    combined."""
 
     rows: Tensor
     begins: Tensor
@@ -89,7 +90,7 @@ def make_work(num_rows: int, target: int, counted: int, device: torch.device | s
 @triton.jit
 def first_seen(position, reach):
     """Returns the first position to which a query at `position` attends. reach: above 0: the query attends to the last `reach`
-    positions, its own included; below 0: to its own chunk of -reach positions; 0: to all."""
+    positions, its own included; below 0: within its own chunk of -reach adjacent positions (chunked attention); 0: to all."""
     chunk = tl.where(reach < 0, -reach, 1)
     first = tl.where(reach > 0, position - reach + 1, tl.where(reach < 0, position // chunk * chunk, 0))
     return tl.maximum(first, 0)
@@ -190,9 +191,9 @@ def _joined(
     PADDED_D], top [HEADS], total [HEADS]), float32: the weighted sum of the pieces' attention, the base-2 logarithm of the largest
     weight, and the sum of the weights. Weights are relative to the largest. Without pieces sums and total are 0.
 
-    head, is_head [HEADS]: the heads' indices, and which of the heads exist. PIECES: how many pieces share one maximum. CACHE:
-    cache_modifier of tl.load for the pieces. Numbers are added one by one in the order of the pieces, so no sum depends on the
-    layout of the tensors."""
+    head, is_head [HEADS]: the heads' indices, and which of the heads exist. PIECES: for how many pieces the largest weight is
+    updated at a time. CACHE: cache_modifier of tl.load for the pieces. Numbers are added one by one in the order of the pieces, so
+    no sum depends on the layout of the tensors."""
     dim, offset = tl.arange(0, PADDED_D), tl.arange(0, PIECES)
     sums = tl.zeros([HEADS, PADDED_D], tl.float32)
     top = tl.full([HEADS], -1e38, tl.float32)  # finite, so that a row that is padding gets 0
@@ -541,7 +542,7 @@ def decode_attention(
 
     kv: the arena as the KV group sees it, of which index `layer` is read. scales: the scales of fp8 KV; None: KV has qkv's dtype.
     block_table [S, B] int32. table_rows [R] int32: each row's index in block_table.
-    softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+    heads: H. scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap); 0: they stay.
     sinks [H] float32: one more score for each head, which takes weight but has no value; None: there are none.
     widen: products are computed in float32 (where kernels are interpreted).
     in_order: a second kernel combines the pieces, with the same bits as an attention kernel that combines them itself; used to test
@@ -605,8 +606,9 @@ def decode_attention(
 
 
 def joins_pieces(group: int, head_dim: int) -> bool:
-    """Returns whether the attention kernel can combine pieces itself, which it does only up to MOST_JOINED_VALUES numbers at once.
-    group: number of query heads per KV head."""
+    """Returns whether the attention kernel can combine pieces itself: whether the pieces that are combined at once, for all query
+    heads of a KV head, have at most MOST_JOINED_VALUES numbers together. group: number of query heads per KV head. head_dim: the
+    head size."""
     padded = max(16, power_of_two(head_dim))
     return group * _pieces_at_once(padded) * padded <= MOST_JOINED_VALUES
 
@@ -623,8 +625,9 @@ def _heads_at_once(group: int, padded: int) -> int:
 
 
 def join_in_order(partial: Tensor, partial_log: Tensor, work: DecodeWork, kv_heads: int, sinks: Tensor | None, out: Tensor) -> None:
-    """Combines pieces as `combine` does, but in the order and with the arithmetic of an attention kernel that combines them itself,
-    so that the results have the same bits. Overwrites partial and partial_log."""
+    """Combines the pieces of each row and writes the rows' attention to `out`, as `combine` does, but in the order and with the
+    arithmetic of an attention kernel that combines them itself, so that the results have the same bits. Overwrites partial and
+    partial_log."""
     _, heads, head_dim = partial.shape
     padded = max(16, power_of_two(head_dim))
     _in_order_kernel[(len(work.firsts) - 1, kv_heads)](

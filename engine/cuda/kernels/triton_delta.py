@@ -317,10 +317,10 @@ def gated_delta(
     """Computes the gated delta rule of a layer: writes its output to out [T, V D] and updates the states, as reference.gated_delta
     does. Results of tokens that belong to no row are undefined.
 
-    states: [num_blocks, layers, numbers of a state] float32. table [S + 1, B] int32: the blocks of each slot; -1: no state is kept.
-    token_rows [T]: the row of each token. slots, firsts, starts, contexts [R]: each row's slot, its number of positions before the
-    step, the index of its first token in the step, and its number of positions after the step. has_chunks: whether a row may have
-    several new tokens."""
+    x, gates: the outputs of the layer's two projections. states: [num_blocks, layers, numbers of a state] float32. table [S + 1, B]
+    int32: the blocks of each slot; -1: no state is kept. token_rows [T]: the row of each token. slots, firsts, starts, contexts
+    [R]: each row's slot, its number of positions before the step, the index of its first token in the step, and its number of
+    positions after the step. has_chunks: whether a row may have several new tokens."""
     num_tokens, num_rows, at = len(x), len(slots), rule.columns
     conv_width, served = rule.conv_width, rule.num_value_heads // rule.num_key_heads
     mixed = x.new_empty(num_tokens, conv_width)

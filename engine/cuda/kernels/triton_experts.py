@@ -271,8 +271,9 @@ def _keep_kernel(
 def keep_own_pairs(chosen: Tensor, kv_slots: Tensor, turns: Tensor, num_own: int) -> None:
     """Replaces the experts' numbers in chosen [T, C] int32 by their indices among the num_own experts that this rank holds. Pairs
     that other ranks compute, and padding (expert E), get the number num_own. If several ranks hold an expert, the token's KV slot
-    (kv_slots [T] int64) decides which of them computes the pair. turns [E, 3] int32: as in ExpertMatrices. Reference
-    implementation: reference.own_pairs."""
+    (kv_slots [T] int64) decides which of them computes the pair. turns [E, 3] int32: for each expert the number of ranks that hold
+    it, this rank's index among these, and the expert's index among this rank's experts. Reference implementation:
+    reference.own_pairs."""
     num_pairs, num_chosen = chosen.numel(), chosen.shape[1]
     sizes = {"E": len(turns), "C": num_chosen, "NUM_OWN": num_own, "BLOCK": _KEEP_BLOCK}
     _keep_kernel[(ceil_div(num_pairs, _KEEP_BLOCK),)](chosen, kv_slots, turns, num_pairs, **sizes, num_warps=4)
@@ -568,8 +569,8 @@ def combine(
     """Adds up the experts' results for each token: writes to out [T, W] the sum of made [P, W] over the token's pairs, each times
     its weight in weights [T, C], plus shared [T, W] times a gate. Padding (kv_slots [T] below 0) gets 0.
 
-    gates [T, ...]: the gate is the sigmoid of the last column; None: the gate is 1. shared: None: nothing is added. weighed: False:
-    the pairs are added without weights.
+    gates [T, ...]: a token's gate is the sigmoid of the last number in its row; None: every gate is 1. shared: None: nothing is
+    added. weighed: False: the pairs are added without weights.
     chosen [T, C] int32: the pairs' experts, of which only those in `own` are added; None: all are."""
     num_tokens, width = out.shape
     block = min(_COMBINE_BLOCK, power_of_two(width))

@@ -197,15 +197,16 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for I tiles of `tokens` queries each, and writes the results of the tiles' tokens to out [T, H D].
+    """Computes the attention of rows with several new tokens, whose queries are divided into I tiles of `tokens` each, and writes
+    the results of the tiles' tokens to out [T, H D].
 
     tile_rows, tile_firsts [I] int32: each tile's row, and the index of its first query among the row's new tokens. A tile whose
     first query is not among the row's new tokens is padding, for which nothing is computed.
     tokens: the result of tile_tokens for the head sizes of all layers; several programs compute a tile if each computes fewer
     queries. Raises ValueError if they cannot divide it evenly.
     starts, num_new, contexts [R] int32: the index of each row's first token in the step, its number of new tokens, and its number
-    of positions after the step. reach: see triton_decode.first_seen. The other arguments are those of
-    triton_decode.decode_attention."""
+    of positions after the step. reach: see triton_decode.first_seen. All other arguments, with the arena and the block tables, are
+    those of triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     padded, stored = max(16, power_of_two(head_dim)), kv if scales is None else as_words(kv)
     tile = tiles.extend_tile(head_dim, qkv.element_size(), scales is not None)

@@ -24,9 +24,9 @@ BLOCK = 128  # inputs of a tile; all of them share a scale, because a group is a
 
 @triton.jit
 def store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M: tl.constexpr, BIAS: tl.constexpr):
-    """Adds up the sums of M rows (1 to 4) over lanes, and stores the results of a block of outputs to out [M, N]: the total times
-    scale [outputs], plus bias [N] if BIAS. sums0 to sums3 [outputs, lanes]: one for each row; those after the M-th are not read.
-    output: the outputs' indices. there: which of the outputs are below N."""
+    """Adds up the sums of M rows (1 to 4) over lanes, and stores the results of some adjacent outputs to out [M, N]: the total
+    times scale [outputs], plus bias [N] if BIAS. sums0 to sums3 [outputs, lanes]: one for each row; those after the M-th are not
+    read. output: the outputs' indices. there: which of the outputs are below N."""
     added = tl.zeros(scale.shape, tl.float32)
     if BIAS:
         added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)

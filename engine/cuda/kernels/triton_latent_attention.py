@@ -189,8 +189,8 @@ def decode_attention(
     out: Tensor,
 ) -> None:
     """Computes the attention of R rows with one new token each, and writes it to out [T, H, L]. The queries are the first R tokens
-    of queries [T, H, L + E]. Rows without a context get zeros. tile_heads: the most heads that read a tile of latents together. The
-    other arguments are those of triton_decode.decode_attention."""
+    of queries [T, H, L + E]. Rows without a context get zeros. tile_heads: the most heads that read a tile of latents together. All
+    other arguments, with the arena and the block tables, are those of triton_decode.decode_attention."""
     heads, rank = queries.shape[1], out.shape[2]
     num_items, wide_items = len(work.rows), queries.element_size() == 4
     partial = torch.empty(num_items, heads, rank, dtype=torch.float32, device=queries.device)
@@ -240,9 +240,10 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for tiles of tile_tokens queries, and writes the results to out [T', H, L]. queries [T', H, L + E]: T' of
-    the step's tokens, from first_token on; tiles or parts of tiles outside of these tokens are skipped. The other arguments are
-    those of triton_extend.extend_attention."""
+    """Computes the attention of rows with several new tokens, whose queries are divided into tiles of tile_tokens each, and writes
+    the results to out [T', H, L]. queries [T', H, L + E]: T' of the step's tokens, from first_token on; tiles or parts of tiles
+    outside of these tokens are skipped. All other arguments, with the arena and the block tables, are those of
+    triton_extend.extend_attention."""
     wide_items = queries.element_size() == 4
     num_queries = min(tile_tokens, 16 if wide_items else QUERIES)
     _latent_extend_kernel[(queries.shape[1], len(tile_rows), ceil_div(tile_tokens, num_queries))](

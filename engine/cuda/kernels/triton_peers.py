@@ -52,7 +52,8 @@ def _tell(
     INTERPRETED: tl.constexpr,
 ):
     """Publishes the number `call` in the regions of all ranks. A thread that reads this number also sees everything that this
-    program's threads wrote before the last barrier."""
+    program's threads wrote before the last barrier. place: where this rank publishes in its own region; in each next region that
+    place is STRIDE bytes further."""
     if INTERPRETED:
         for step in tl.static_range(SIZE):
             tl.atomic_xchg(place + step * (STRIDE // 8), call, sem="release", scope="sys")
@@ -85,7 +86,8 @@ def _told(
     INTERPRETED: tl.constexpr,
 ):
     """Returns, in each thread, the number that one of the ranks has published. The thread then also sees what that rank wrote
-    before it published the number. Where kernels are interpreted, returns the smallest number of all ranks."""
+    before it published the number. Where kernels are interpreted, returns the smallest number of all ranks. places [S] int64, in
+    this rank's region: the numbers that all ranks have published to it."""
     if INTERPRETED:
         number = tl.atomic_add(places, 0, sem="acquire", scope="sys")
         for rank in tl.static_range(1, SIZE):

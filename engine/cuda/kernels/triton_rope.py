@@ -201,8 +201,9 @@ def rope_and_store(
     (below 0: nothing is stored) of layer `layer`. Queries and keys are normalised first if norms are given; values may have a norm
     only if queries and keys have. Unlike reference.rope_and_store, leaves the keys in qkv as they are.
 
-    turns [T, 2 P] float32: cosines, then sines. scales: the scales of fp8 KV; None: KV is not fp8. interleaved, num_turned: as in
-    Ops.rope_and_store."""
+    turns [T, 2 P] float32: cosines, then sines. scales: the scales of fp8 KV; None: KV is not fp8. interleaved: the two dimensions
+    of a rotated pair are neighbours. num_turned: how many heads are rotated, from the first query head on; None: all queries and
+    keys."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = power_of_two(pairs)
@@ -250,7 +251,8 @@ def rope(
     interleaved: bool,
 ) -> None:
     """Rotates queries [T, H D] in place, after normalising them if a norm is given. Nothing is stored. turns [T, 2 P] float32:
-    cosines, then sines. slots [T]: read by the kernel, but without effect."""
+    cosines, then sines. slots [T]: read by the kernel, but without effect. interleaved: the two dimensions of a rotated pair are
+    neighbours."""
     head_dim, pairs = queries.shape[1] // heads, turns.shape[1] // 2
     padded, beyond = power_of_two(pairs), head_dim - 2 * pairs
     per_program = max(1, min(power_of_two(heads), 1024 // padded))

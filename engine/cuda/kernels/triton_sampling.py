@@ -154,8 +154,8 @@ def _added(above, unit, count1, count2, count3, count4, count5, count6, count7):
 
 @triton.jit
 def _digit(k, count1, count2, count3, count4, count5, count6, count7):
-    """Returns how many of the seven counters (tensors) add up to k or more. This number is the next three bits of the weight for
-    which _kth_weight searches."""
+    """Returns for how many of the seven counters (tensors) the sum over the tensor is at least k. This number is the next three
+    bits of the weight for which _kth_weight searches."""
     digit = (tl.sum(count1) >= k).to(tl.int32) + (tl.sum(count2) >= k).to(tl.int32) + (tl.sum(count3) >= k).to(tl.int32)
     digit += (tl.sum(count4) >= k).to(tl.int32) + (tl.sum(count5) >= k).to(tl.int32) + (tl.sum(count6) >= k).to(tl.int32)
     return digit + (tl.sum(count7) >= k).to(tl.int32)

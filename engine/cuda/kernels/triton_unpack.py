@@ -2,8 +2,8 @@
 loader.files.frame.
 
 A program decodes one group of 1,024 values of a frame (128 bytes of each bit plane). The frame's table of offsets says which of its
-escapes belong to the group, and so do the group's codes. If the two contradict each other, the frame is refused; nothing outside of
-the frame has been read.
+escapes (exponents stored apart, because the codes cannot express them) belong to the group, and so do the group's codes. If the two
+contradict each other, the frame is refused; nothing outside of the frame has been read.
 
 Shapes: F frames, N values of a tensor.
 """
@@ -73,8 +73,8 @@ def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor, refused
 
     begins [F] int64: where each frame begins in data, aligned to 64 bytes. The host must have checked the frames' heads and
     checksums. frame_values: number of values of every frame but the last.
-    refused [1] int32: set to number + f if frame f is invalid (its codes need another number of escapes than it has); otherwise
-    unchanged."""
+    refused [1] int32: set to number + f if frame f is invalid (its codes need another number of exponents stored apart than it
+    has); otherwise unchanged."""
     groups = ceil_div(min(frame_values, out.numel()), layout.GROUP_VALUES)
     bits = out.view(-1).view(dtype=torch.int16)
     _unpack_kernel[(groups, len(begins))](
