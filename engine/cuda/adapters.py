@@ -103,9 +103,9 @@ class DeviceAdapterMemory(AdapterTables):
         entry.set_entries(held.ranks, sent["at"], sent["ranks"])
 
     def _entries(self, number: int) -> dict[str, Column]:
-        """Returns the table entries of adapter `number` as the columns that are sent to the device: `places` [2 M] int32 (the int64
-        numbers as pairs of words) and `ranks` [M], and where they belong in the flattened tables: `words` [2 M] for the words of
-        `places`, `at` [M] for `ranks`."""
+        """Returns the table entries of adapter `number` as the columns (arrays) that are sent to the device. The entries are
+        `places` [2 M] int32 (the int64 numbers as pairs of words) and `ranks` [M]. The indices in the flattened tables to which
+        they belong are `words` [2 M] for the words of `places`, and `at` [M] for `ranks`."""
         num_products, width = self.places.shape
         at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
         columns: dict[str, Column] = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
@@ -115,7 +115,7 @@ class DeviceAdapterMemory(AdapterTables):
 
     def update(self, slots: IntArray, table: SequenceTable) -> bool:
         """Copies the adapter numbers of the step's slots to the device, as far as they have changed since the last call. Returns
-        whether any of these slots has an adapter."""
+        whether any of these slots has an adapter. table: the sequences on the host, with the adapter number of each slot."""
         if not self.bound:
             return False
         now = table.adapter[slots]

@@ -56,10 +56,10 @@ MAX_GRAPH_TOKENS = 512  # steps with prompt chunks and more tokens have no graph
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens a GPU: allocates its chunks, and limits the memory that torch takes beside the chunks to the work space. handover:
-    passes handles of the memory to the daemon, so that the memory outlives this process; None: the memory ends with this process.
-    Raises MemoryError or DeviceError if the driver refuses the memory, and ValueError for a chunk size that the device cannot
-    have."""
+    """Opens a GPU: allocates its chunks, and limits the memory that torch takes beside the chunks to the work space. configure: the
+    engine's settings. handover: takes over the chunks that an earlier engine left, or else passes file descriptors of the new
+    chunks to the daemon, so that they outlive this process; None: the chunks end with this process. Raises MemoryError or
+    DeviceError if the driver refuses the memory, and ValueError for a chunk size that the device cannot have."""
     from engine.cuda.memory import CudaMemory, DeviceError
     from engine.cuda.work_space import limit_torch
 
@@ -90,11 +90,12 @@ def beside_work_space(configure: Configure) -> Configure:
 
 
 class CudaBackend:
-    """The backend (engine.contracts.backend.Backend) of one NVIDIA GPU. If its memory belongs to another kind of device, kernels
-    run interpreted (for tests).
+    """The backend (engine.contracts.backend.Backend) of one NVIDIA GPU. In tests the arena may be in host memory instead; kernels
+    then run interpreted on the CPU.
 
-    options: the engine's settings. connects: makes the connections between the ranks of split models; None: uses NCCL, and for
-    small sums memory that the GPUs map from each other."""
+    memory: the device's chunks, with the arena. options: the engine's settings. connects: makes the connections between the ranks
+    of split models; None: NCCL is used, except for small all-reduces if the GPUs can map each other's memory
+    (engine/cuda/peers.py)."""
 
     compute_threads = 1
     reads_in_place = steps_may_overlap = False
@@ -148,8 +149,8 @@ class CudaBackend:
         return None
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        """Returns the model, whose weights have arrived. If a model was loaded before with the same settings at the same address,
-        returns that object again, because the addresses in its CUDA graphs are still valid."""
+        """Returns the model, whose weights have arrived in the address range `weights`. If a model was loaded before with the same
+        settings at the same address, returns that object again, because the addresses that its CUDA graphs hold are still valid."""
         identity = (
             weights.address,
             spec.fingerprint,
@@ -199,7 +200,10 @@ class CudaBackend:
         """Returns this device's share of a split model, whose weights have arrived (see SplitsModels.split_model). It is a new
         object at each load, because CUDA graphs hold addresses of the connection. Waits until the other shares of the same layers
         are loaded. Raises GroupBroken, UnsupportedModel if NCCL is needed and there is none, and RuntimeError if the devices cannot
-        exchange anything."""
+        exchange anything.
+
+        kv_memory: uint8, the memory of the share's KV blocks. region: the memory that the engines with shares of the model have in
+        common."""
         self._kept.give_up(spec.model)
         with self._on_load_stream():
             links = self._links(spec, shape, region)
@@ -253,8 +257,8 @@ class CudaBackend:
 
 
 def _peers() -> Connects:
-    """Returns the object that connects the GPUs of this host: small sums go through memory that they map from each other,
-    everything else through NCCL. Raises NcclError if there is no NCCL."""
+    """Returns the object that connects the GPUs of this host: small all-reduces go through memory that the GPUs map from each
+    other, all other exchanges through NCCL. Raises NcclError if there is no NCCL."""
     from engine.cuda.peer_regions import DeviceRegions
 
     return Peers(nccl(), DeviceRegions)

@@ -20,10 +20,10 @@ from engine.ops.ops import BatchAdapters
 class DeviceGroup:
     """The part of a step's inputs that belongs to one KV group (the layers that share block tables).
 
-    kv: the arena as the group sees it; in a group of states float32 [num_blocks, layers, size of a state]. scales: the scales of
-    fp8 KV (engine/memory/arena.py); None: KV is not fp8.
-    reach: how far back a token attends: above 0: to the last `reach` positions, its own included; below 0: to its own chunk of
-    -reach positions; 0: to all.
+    kv: the arena as the group sees it (engine.memory.arena.kv_views); in a group of states float32 [num_blocks, layers, size of a
+    state]. scales: the scales of fp8 KV; None: KV is not fp8.
+    reach: how far back a token attends: above 0: to the last `reach` positions, its own included; below 0: within its own chunk of
+    -reach adjacent positions (chunked attention); 0: to all.
     block_table [S + 1, B] int32: the blocks of each slot.
     kv_slots [T] int64: where each token is stored, block * block_tokens + place in the block; -1 for padding.
     turns [T, 2 P] float32: for each token the cosines, then the sines, of the rotary embedding.
@@ -74,7 +74,9 @@ class DeviceBatch:
     slots, contexts [R] int32: each row's slot, and its number of positions stored after this step.
     firsts, starts [R]: each row's number of positions before this step, and the index of its first token in the step.
     token_rows [T]: the row of each token. tiles: the tiles of rows with several new tokens; None: there are none.
-    layer_inputs, adapters, kept: as in engine.ops.ops.StepBatch."""
+    layer_inputs: the inputs of layers that have inputs of their own, set by the model; None: there are none. kept: receives the
+    states that the model's predictor reads; None: there is no predictor. adapters: the LoRA adapters of the step's tokens; None:
+    the step computes none."""
 
     input_ids: Tensor  # [T]
     num_decode: int

@@ -20,9 +20,9 @@ class Collectives(Protocol):
     nothing if another rank is gone; the device then waits in the exchange until `abort` is called."""
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
-        """Prepares faster ways of some exchanges, if all ranks can use them. All ranks call it once, before their first exchange.
-        agreed: a function that all ranks call together, each with a bool; it returns whether all have passed True. `join` raises
-        what `agreed` raises."""
+        """Prepares faster ways of some exchanges (memory that the GPUs map from each other, for example), if all ranks can use
+        them. All ranks call it once, before their first exchange. agreed: a function that all ranks call together, each with a
+        bool; it returns whether all have passed True. `join` raises what `agreed` raises."""
         ...
 
     def sum(self, x: Tensor) -> None:
@@ -44,8 +44,8 @@ class Collectives(Protocol):
         ...
 
     def release(self) -> None:
-        """Frees the memory of the ranks through which tensors were exchanged. Called once, after `abort`, when no thread launches
-        an exchange any more. Waits until the device has ended the exchanges that were launched."""
+        """Frees the memory that the ranks shared for exchanges, if there was any. Called once, after `abort`, when no thread
+        launches an exchange any more. Waits until the device has ended the exchanges that were launched."""
         ...
 
 
@@ -62,6 +62,6 @@ class Connects(Protocol):
         ...
 
     def give_up(self) -> None:
-        """Ends the wait of another thread in `connect`, whose call then soon raises, if the library allows that. Called in any
-        thread."""
+        """Makes a call of `connect` in which another thread waits raise an error soon. Does nothing if the library cannot end the
+        wait. Called in any thread."""
         ...

@@ -75,10 +75,11 @@ def padding_columns(num_rows: int, num_slots: int) -> Columns:
 class ExtendStep:
     """The inputs of a step that computes prompt tokens.
 
-    columns: the input columns. num_decode: number of rows with one new token; they come first.
+    columns: the input columns, among them `wanted`: the indices in the step of the tokens whose hidden states are returned.
+    num_decode: number of rows with one new token; they come first.
     num_tiles: number of tiles into which the queries of the other rows are divided.
-    num_sampling: number of tokens at the beginning of column `wanted` after which a token is sampled; the other tokens in it are
-    those given to extend_step as `also`."""
+    num_sampling: how many tokens of `wanted`, the first ones, are tokens after which the step samples; the others are those given
+    to extend_step as `also`."""
 
     columns: Columns
     num_decode: int

@@ -40,7 +40,8 @@ class SummedCopies:
     """Copies of N pieces of memory with their checksums (engine.memory.chunk_memory.DeviceCopies). `wait` returns the checksums.
 
     fence: passed once the copies have ended and `partial_sums` is filled.
-    partial_sums [N, P, 2] int64 in page-locked memory: for each piece the sums over P parts of its words of 8 bytes.
+    partial_sums [N, P, 2] int64 in page-locked memory: for each piece, and for each of P parts of its 8-byte words, the sum of the
+    words and the sum of index * word.
     rests: an entry for each piece whose bytes are not a whole number of words: (index of the piece, its number of whole words, the
     bytes after these as uint8 in host memory). These bytes are read when the copies have ended."""
 
@@ -130,8 +131,8 @@ class CudaStreams:
 
     def _start_sums(self, extents: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Launches the checksums of N extents of device memory, each (address, number of words), on the stream of checksums.
-        Returns their partial sums [N, P, 2] in page-locked host memory, which are valid once that stream has executed everything
-        launched on it so far."""
+        Returns their partial sums [N, P, 2] (as in SummedCopies) in page-locked host memory, which are valid once that stream has
+        executed everything launched on it so far."""
         table = np.array(extents, np.int64)
         shape = (len(table), triton_checksum.num_programs(int(table[:, 1].max())), 2)
         is_cuda = self._device.type == "cuda"

@@ -3,7 +3,8 @@ edited: penalties, biases, banned ids and masks. kernels/triton_logits.py reads 
 
 A large step is divided into ranges of rows. One copy to the device describes all edited rows of a range (EditedPart).
 
-Shapes: N sampling rows, E edits (one for each row with penalties, a bias or banned ids), S slots, W words of a mask, M rows.
+Shapes: N sampling rows, E edits (one for each row with penalties, a bias or banned ids), S slots, W words of a mask, M rows that
+have masks.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class KnownEdits:
         return part
 
     def _add_edits(self, part: EditedPart, lasting: _Lasting, edits: LogitEdits, which: slice, num_words: int) -> None:
-        """Adds the columns of the edits in the slice `which` to `part`. lasting: the part of these edits that does not depend on
-        tokens. num_words: the number of words that `part` already has."""
+        """Adds to `part` the columns of those of a step's edits that are in the slice `which`. lasting: the part of these edits
+        that does not depend on tokens. num_words: the number of words that `part` already has."""
         each = lasting.edits
         if lasting.has_tokens:
             slots, table = edits.slots[which], edits.table
@@ -173,12 +174,12 @@ class KnownEdits:
         return _Lasting(edits, self._penalties[slots].reshape(-1), penalised, np.concatenate((NO_WORDS, *words)), *has_any)
 
     def _num_tokens(self, edits: LogitEdits, which: slice) -> IntArray:
-        """Returns for each edit in the slice `which` the number of tokens to penalise: all of its sequence's tokens so far, or 0 if
-        the edit has no penalties."""
+        """Returns, for each of a step's edits in the slice `which`, the number of tokens to penalise: all of its sequence's tokens
+        so far, or 0 if the edit has no penalties."""
         return np.where(self._penalised[edits.slots[which]], edits.positions[which], 0).astype(np.int32)
 
     def look_up(self, edits: LogitEdits) -> None:
-        """Makes the arrays of those edits whose slot has another request than when the slot's arrays were made last."""
+        """Makes the arrays of a step's edits anew for each slot that has another request than when its arrays were made last."""
         given = edits.table.params
         for slot in edits.slots.tolist():
             if self._params[slot] is not given[slot]:

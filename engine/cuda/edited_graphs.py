@@ -91,7 +91,8 @@ class EditedGraphs(StepGraphs[int]):
 
     @property
     def are_captured(self) -> bool:
-        """Returns whether this model may have such graphs. They need not be captured yet."""
+        """Returns whether this model may have such graphs at all (max_rows is above 0). A graph is captured only when it is
+        needed."""
         return self._most_rows > 0
 
     @property

@@ -11,9 +11,9 @@ from scheduler.batch.plan import LongArray
 
 
 class DeviceExpertCounts(ExpertCounts):
-    """The counts of one model's experts on a GPU: how many tokens each has computed. The method `news` launches a copy of the
-    counts to page-locked memory after the steps launched so far. If it is to wait, it returns these counts; otherwise a later call
-    returns them, once the copy has ended."""
+    """The counts of one model's experts on a GPU: how many tokens each has computed. The method `news` copies the counts to
+    page-locked memory after the steps launched so far. With wait=True it waits for the copy. With wait=False it returns counts only
+    if the copy has ended; otherwise a later call returns them."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape, device)

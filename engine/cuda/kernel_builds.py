@@ -46,7 +46,8 @@ class CudaKernelBuilds:
 
     folder: Triton's cache folder. capability: the GPU's compute capability, 90 for 9.0.
     num_processes: how many compile processes run at a time, MOST_COMPILERS at most.
-    tell: called with news about the compilation, by the thread that waits for it."""
+    tell: called by the thread that waits for the compilation, again and again with the number of kernels that are compiled, and
+    once at the end."""
 
     def __init__(
         self, folder: str, capability: int, block_tokens: int, num_processes: int, tell: Callable[[KernelNews], None]

@@ -76,7 +76,7 @@ class LaunchOnlyOps(CudaOps):
 
 
 class NoRanks(DeviceRanks):
-    """The tensor-parallel connection of a share whose steps exchange nothing."""
+    """The tensor-parallel connection of a share whose launches are only recorded: it exchanges nothing."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self._alone, self._has_ended = 0, size, True, False
@@ -84,7 +84,7 @@ class NoRanks(DeviceRanks):
 
 
 class NoStages(DeviceStages):
-    """The pipeline connection of a share whose steps pass nothing on."""
+    """The pipeline connection of a share whose launches are only recorded: it passes nothing on."""
 
     waited_s = 0.0
 

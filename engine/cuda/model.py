@@ -73,8 +73,8 @@ class DeviceGroupMemory:
     kv, scales: views of the arena, as engine.memory.arena.kv_views returns them; in a group of states, the result of state_view,
     and None.
     rotary: the rotary embedding of the group's layers, on the device.
-    reach: how far back a token attends: above 0: to the last `reach` positions, its own included; below 0: to its own chunk of
-    -reach positions; 0: to all.
+    reach: how far back a token attends: above 0: to the last `reach` positions, its own included; below 0: within its own chunk of
+    -reach adjacent positions (chunked attention); 0: to all.
     num_pieces: the approximate number of split-K parts into which the contexts of a decode step are cut."""
 
     kv: Tensor

@@ -1,5 +1,5 @@
-"""Adds up small tensors over the ranks of a group of GPUs through memory that the GPUs map from each other. All other exchanges go
-through another connection (NCCL).
+"""Adds up small tensors (up to triton_peers.MOST_BYTES) over the ranks of a group of GPUs through memory that the GPUs map from
+each other. All other exchanges go through another connection (NCCL).
 
 Whether the GPUs reach each other's memory is found out by trying, in several steps. After each step the ranks exchange whether it
 has failed on any of them; if it has, all ranks give the trial up.
@@ -209,7 +209,7 @@ class PeerGroup:
 def _trials(rank: int, size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Returns the sums with which PeerGroup._try tests the memory, as pairs: a tensor of this rank, and the right sum over all
     ranks. There is one pair for each dtype and size for which the kernel is compiled. The values differ between pairs and between
-    ranks, and the pairs are enough to use every buffer of two lanes several times."""
+    ranks, and the pairs are enough to use every buffer of two lanes (parts of a tensor, triton_peers) several times."""
     trials = []
     for number, (dtype, num_values) in enumerate(triton_peers.FORMS):
         own = torch.arange(num_values) % 8 + number  # every type holds these numbers, and their sums, exactly

@@ -39,8 +39,8 @@ class CudaPredicting:
     """Runs a model's predictor after each of the model's steps: the predictor reads the tokens and states of the step, then drafts
     tokens.
 
-    model: returns the loaded model. batch: makes the inputs of a forward pass from columns on the device. num_slots: S, the slot
-    that belongs to no sequence. tile_tokens: queries in a tile of attention (columns.extend_step)."""
+    model: returns the loaded model. batch: makes the inputs of a forward pass from columns on the device. num_slots: S; slot S
+    belongs to no sequence. tile_tokens: queries in a tile of attention (columns.extend_step)."""
 
     def __init__(
         self,

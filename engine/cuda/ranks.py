@@ -42,7 +42,7 @@ class DeviceRanks(Link):
         self._begin(self._end_if_broken, "group")
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Does nothing, because padding is exchanged, too."""
+        """Does nothing: num_tokens and num_rows say how much of a step is not padding, and here padding is exchanged, too."""
 
     def sum(self, x: Tensor) -> None:
         if not self._alone:

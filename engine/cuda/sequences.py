@@ -62,9 +62,11 @@ class Staging:
         return sent
 
     def copy(self, columns: Mapping[str, Column], into: Tensor | None, padding: Padding | None = None) -> Tensor:
-        """Copies columns to the device and returns the int32 memory that received them. into: the memory to use; None: new memory
-        is allocated. padding: supplies the columns that are missing, and the ends of columns that are too short; None: no column is
-        missing or too short."""
+        """Copies columns (named arrays, such as a step's inputs) to the device, and returns the int32 memory that received them,
+        one after the other. into: the memory to use; None: new memory is allocated.
+        padding: the columns of a step that is padding only; the result has these columns in their order. A column that `columns`
+        lacks is taken from the padding. A column that is shorter in `columns` than in the padding ends with the padding's last
+        values. None: exactly `columns` are copied."""
         laid_out = _laid_out(columns) if padding is None else padding.under(columns)
         head, pieces = np.frombuffer(laid_out, np.int32), _pieces(columns)
         locked = pieces[-1] if pieces and pieces[-1].is_locked else None
@@ -104,14 +106,14 @@ class Staging:
 class Padding:
     """The columns of a step of one size that consists of padding only. The columns of a real step are written over the beginnings
     of these, so a real step may lack a column or have a shorter one. Only a column that is a list of groups (Column) may be longer
-    than here."""
+    than in the padding."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         self._columns = {name: _laid_out({name: column}) for name, column in columns.items()}
 
     def under(self, columns: Mapping[str, Column]) -> bytes:
-        """Returns the bytes of all columns one after the other. Missing columns, and the ends of columns that are too short, have
-        the values of the padding. A column that is a list of groups is left out."""
+        """Returns the bytes of all columns of the padding, one after the other, after the arrays in `columns` (those of a real
+        step) were written over their beginnings. A column that is a list of groups is left out."""
         laid_out: list[bytes] = []
         for name, padding in self._columns.items():
             column = columns.get(name)

@@ -30,7 +30,7 @@ from loader.shapes.dtypes import FP8
 
 class DeviceSink:
     """The destination of a load's weights (a loader.reading.sinks.WeightSink) in a mapped address range of any device. Weights that
-    change dtype are converted on the host; if they are packed, they are decoded there before. frames: decodes packed weights on the
+    change dtype are converted on the host; if they are packed, the host decodes them first. frames: decodes packed weights on the
     device; None: the host decodes all of them."""
 
     memory: memoryview | None = None
@@ -67,8 +67,8 @@ class DeviceSink:
 
     def _rearrange(self, span: Span, slot: WeightSlot, read: npt.NDArray[np.uint8]) -> None:
         """Writes a span of bytes of a tensor whose layout in memory differs from that in the file. Words of AWQ and GPTQ weights
-        are rearranged on the device, a few at a time. All other tensors of this kind are small and must be checked, so the host
-        rearranges them. slot: the whole tensor's place. read: the bytes of the span."""
+        are rearranged on the device, a few at a time. All other tensors with a different layout are small and must be checked, so
+        the host rearranges them. slot: the whole tensor's place. read: the bytes of the span."""
         assert slot.relayout is not None
         relayout, (rows, first) = slot.relayout, stored_rows(span.segment, read)
         part = part_of(self._held(slot), relayout, row_of_part(slot, first), len(rows))

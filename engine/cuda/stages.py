@@ -165,8 +165,8 @@ class DeviceStages(Link):
 
 
 class _Buffer:
-    """A buffer on the host for the states of one step, page-locked if is_cuda. num_bytes: how much of the buffer the last call of
-    `parts` has divided."""
+    """A buffer on the host for the states of one step, page-locked if is_cuda. num_bytes: the number of bytes, from the buffer's
+    beginning, that the last call of `parts` has given to states."""
 
     def __init__(self, most_bytes: int, is_cuda: bool) -> None:
         self.memory = torch.empty(most_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -175,8 +175,8 @@ class _Buffer:
         self._copied: EventFence | None = None
 
     def parts(self, states: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Returns the places of several states in the buffer, as one tensor for each state with num_tokens rows (see
-        stage_states.state_rows)."""
+        """Returns the places of several states in the buffer: for each of `states` a view [num_tokens, W] of the buffer in the
+        state's dtype; the views lie one after the other (stage_states.state_rows)."""
         made = state_rows(self.memory, states, num_tokens)
         self.num_bytes = sum(part.nbytes for part in made)
         return made

@@ -59,8 +59,8 @@ class _Contest:
     rivals: the tiles that `best` has not been compared with yet. After all rivals of other sizes, the variant of `best` that
     combines split-K parts itself (`joins`) is the last rival.
     ready: whether all tiles are compiled.
-    num_compared: number of turns in which the first rival had the right results. num_tries: number of turns since then that decided
-    nothing."""
+    num_compared: number of calls of TileChoice.compare in which the first rival had the right results. num_tries: number of calls
+    since then that decided nothing."""
 
     def __init__(self, trial: Trial, excluded: Collection[Tile]) -> None:
         self.trial, self.ready, self.num_compared, self.num_tries = trial, False, 0, 0
@@ -81,8 +81,8 @@ class _Contest:
 
     @property
     def is_compared(self) -> bool:
-        """Returns whether the results of the first rival were right in all turns that compare them, so that only its time is still
-        to be measured."""
+        """Returns whether the results of the first rival were right as often as they have to be compared, so that only its time is
+        still to be measured."""
         return self.num_compared == (JOINED_TURNS if self.rivals[0].joins else 1)
 
     def end_rival(self) -> None:
@@ -175,11 +175,11 @@ class TileChoice:
             log.warning("%s: the tiles of its attention are not measured, since not all could be compiled", spec.model)
 
     def compare(self, contest: _Contest) -> None:
-        """Takes one turn of a measurement. If the results of the next rival have not been compared often enough, the turn compares
-        them, and excludes a rival with wrong results. Otherwise the turn measures the times of the rival and of the best tile; the
-        rival becomes the best if it is clearly faster.
+        """Makes the next comparison of a measurement. If the results of the first rival have not been compared often enough, the
+        call compares them, and excludes a rival with wrong results. Otherwise the call measures the times of the rival and of the
+        best tile; the rival becomes the best if it is clearly faster.
 
-        The best tile stays if MEASURE_TRIES turns find neither clearly faster, or cannot compare results. After the last rival the
+        The best tile stays if MEASURE_TRIES calls find neither clearly faster, or cannot compare results. After the last rival the
         best tile is written to the file."""
         rival = contest.rivals[0]
         try:
@@ -194,8 +194,8 @@ class TileChoice:
             self._keep(contest)
 
     def _has_results(self, contest: _Contest, rival: Tile) -> bool:
-        """Compares the results of a rival tile once with those of the table's tile. Returns whether that decides the comparison:
-        True if the results differ, which excludes the rival; False if they agree or could not be compared."""
+        """Compares the results of a rival tile once with those of the table's tile. Returns True if they differ, which excludes the
+        rival; False if they agree or could not be compared, so that further calls are needed."""
         is_right = self._compare(contest.trial, rival)
         if is_right is None:
             contest.num_tries += 1
@@ -212,7 +212,7 @@ class TileChoice:
 
     def _has_times(self, contest: _Contest, rival: Tile) -> bool:
         """Measures the times of a rival tile and of the best tile once. Returns whether one is clearly faster; if that is the
-        rival, it becomes the best."""
+        rival, it becomes the best. False also if the times could not be measured."""
         times = self._measure(contest.trial, (contest.best, rival))
         contest.num_tries += 1
         if times is None or not apart(times[contest.best], times[rival]):
@@ -303,9 +303,9 @@ def _told(tile: Tile) -> str:
 
 
 def measured_on(device: torch.device, num_cores: int) -> Measure:
-    """Returns a function that measures the times of tiles on this GPU, which has num_cores multiprocessors. The function takes some
-    200 MiB of torch's memory while it runs. It returns None if there is not enough free memory, or if the host launches too slowly
-    to measure (linear_choice.times_s)."""
+    """Returns a function that measures the times of a trial's tiles on this GPU, which has num_cores multiprocessors. The function
+    returns the seconds of several launches of each tile, or None if there is not enough free memory or the host launches too slowly
+    to measure (linear_choice.times_s). It takes some 200 MiB of torch's memory while it runs."""
 
     def measure(trial: Trial, compared: Sequence[Tile]) -> dict[Tile, list[float]] | None:
         try:
@@ -320,8 +320,9 @@ def measured_on(device: torch.device, num_cores: int) -> Measure:
 
 def compared_on(device: torch.device, num_cores: int) -> Compare:
     """Returns a function that compares a tile's results with those of the table's tile on this GPU, which has num_cores
-    multiprocessors. The function returns None if there is not enough free memory. It first keeps the device busy with other work
-    until the host has launched the first kernels to compare, so that these run close after each other."""
+    multiprocessors. The function returns whether the tile's results are right, or None if there is not enough free memory. It first
+    keeps the device busy with other work until the host has launched the first kernels to compare, so that these run close after
+    each other."""
 
     def compare(trial: Trial, tile: Tile) -> bool | None:
         try:

@@ -4,7 +4,7 @@ here have been compiled before.
 
 A tile's speed depends on the head size and on the types of numbers. In decode steps a row's context is cut into parts (`pieces`;
 split-K), and the time of a tile that combines these parts itself (`joins`) also depends on the number of query heads per KV head.
-Windows, caps and sinks change the times of all tiles alike, so models that differ only in these share a trial.
+Windows, softcaps and sinks change the times of all tiles alike, so models that differ only in these share a trial.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class _Inputs:
     """The arguments of a trial's attention, in memory of their own.
 
     contexts: the number of positions of each row.
-    num_blocks: number of KV blocks. The rows take them in turn, each as many as the longest row needs, and begin again with block 0
-    after the last.
+    num_blocks: number of KV blocks. The rows use them one row after the other, each as many as the longest row needs; after the
+    last block, rows begin again with block 0.
     num_pieces: the approximate number of split-K parts into which contexts are cut in decode steps."""
 
     def __init__(self, trial: Trial, device: torch.device | str, contexts: list[int], num_blocks: int, num_pieces: int) -> None:

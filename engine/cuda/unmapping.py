@@ -1,5 +1,5 @@
 """Unmaps chunks of memory from address ranges in a thread of its own, so that no step waits for it: the driver takes about 20 µs
-for a chunk, and a large model has a thousand chunks. Other threads' calls to the driver may wait meanwhile, so the thread pauses
+for a chunk, and a large model has a thousand chunks. Other threads' calls to the driver may wait meanwhile, so the thread sleeps
 after every few chunks.
 """
 
@@ -45,11 +45,12 @@ class Unmapping:
                 self._thread = thread
 
     def wait_for(self, address: int, num_bytes: int) -> None:
-        """Waits until no queued range overlaps (address, num_bytes). Meanwhile the thread works without pauses."""
+        """Waits until no queued range overlaps the num_bytes bytes from `address` on. Meanwhile the thread works without
+        sleeping."""
         self._wait(lambda begin, end: begin < address + num_bytes and address < end)
 
     def finish(self) -> None:
-        """Waits until all queued ranges are unmapped. Meanwhile the thread works without pauses."""
+        """Waits until all queued ranges are unmapped. Meanwhile the thread works without sleeping."""
         self._wait(lambda begin, end: True)
 
     def _wait(self, concerns: Callable[[int, int], bool]) -> None:
