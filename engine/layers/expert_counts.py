@@ -47,8 +47,8 @@ class ExpertCounts:
 
     def news(self, wait: bool) -> LongArray | None:
         """Returns how many tokens have passed through each expert of `own`, [len(layers), len(own)], since the last call that
-        returned an array; None if there were none. wait: whether to wait for the device's counts; if False, the result is also None
-        if they have not arrived yet."""
+        returned an array; None if no token has passed since then. wait: whether to wait for the device's counts; if False, the
+        result is also None if they have not arrived yet."""
         found = self._on_host(wait)
         if found is None:
             return None
@@ -62,8 +62,8 @@ class ExpertCounts:
         return new if new.any() else None
 
     def _on_host(self, wait: bool) -> LongArray | None:
-        """Returns a copy of the table on the host, as it is now or as it was at an earlier call. wait: whether to wait for the
-        device's counts; if False, returns None if they have not arrived yet."""
+        """Returns a copy of the table on the host, as the table is now, or on a GPU possibly as it was when an earlier call began
+        to copy it. wait: whether to wait for the device's counts; if False, returns None if they have not arrived yet."""
         copied: LongArray = self._table.numpy().copy()
         return copied
 

@@ -111,7 +111,8 @@ def _turns(shape: ModelShape, layer: int, device: torch.device) -> Tensor | None
 
 def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape, layer: int, turns: Tensor | None) -> ExpertMatrices:
     """Returns the experts of a layer whose checkpoint stores the matrices of all experts in one tensor. gate_up, down: the name of
-    the tensor with the gate and up matrices, and of the one with the down matrices."""
+    the tensor with the gate and up matrices, and of the one with the down matrices. sizes: the experts' settings. turns:
+    ExpertMatrices.turns."""
     return ExpertMatrices(
         weights.stack(gate_up),
         weights.stack(down),

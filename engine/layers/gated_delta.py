@@ -16,8 +16,8 @@ from loader.shapes.model_shape import DeltaShape, ModelShape
 
 
 class GatedDelta(Generic[BatchT]):
-    """The gated delta rule of one layer, which such layers compute in place of attention: x [T, hidden] -> [T, hidden]. It reads
-    the states of the batch's sequences, and replaces them by the states after the batch's tokens."""
+    """The gated delta rule of one layer, computed in place of attention: x [T, hidden] -> [T, hidden]. It reads the states of the
+    batch's sequences, and replaces them by the states after the batch's tokens."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.deltas is not None

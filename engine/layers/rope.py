@@ -47,7 +47,8 @@ def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int) -> Tensor:
     """Returns the frequencies of a rotary embedding (RoPE), [rotary dimensions / 2] float32: the angle in radians by which each
-    pair of dimensions rotates per position."""
+    pair of dimensions rotates per position. rope: the checkpoint's settings, with the kind of scaling. max_model_len: the longest
+    context with which the model is served, in tokens, on which some kinds depend."""
     turning = rope.rotary_dim(head_dim)
     if rope.kind == PROPORTIONAL:
         num_turned = int(rope.partial_rotary_factor * head_dim // 2)
@@ -79,8 +80,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
 
 
 def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
-    """Returns the base of the frequencies: rope.theta, or, with dynamic scaling, the base for contexts of max_model_len positions.
-    turning: number of a head's dimensions that are rotated."""
+    """Returns the base of the frequencies: rope.theta, or, with dynamic scaling and max_model_len beyond the original length, the
+    larger base for contexts of max_model_len positions. turning: number of a head's dimensions that are rotated."""
     original = rope.original_max_position_embeddings
     if rope.kind != "dynamic" or max_model_len <= original:
         return rope.theta

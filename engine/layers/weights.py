@@ -53,7 +53,7 @@ class Weights:
         return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype_of(slot))
 
     def _dtype_of(self, slot: WeightSlot) -> torch.dtype:
-        """Returns the dtype that a parameter that is not quantised has in memory."""
+        """Returns the dtype in memory of a parameter that is not quantised. slot: the parameter's place in the weight range."""
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
 
