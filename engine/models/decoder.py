@@ -143,9 +143,9 @@ class DecoderModel(Generic[BatchT]):
         return like.new_empty(num_tokens, weight.shape[1], dtype=weight.dtype)
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Runs the predictor on a batch and returns its states [T, width of the predictor]. In this batch, the token at each
-        position must be the one that follows the position in the text. states: the result of `read`, or of an earlier call of
-        `predict`. Raises RuntimeError for a model without a predictor."""
+        """Runs the predictor on a batch and returns its states [T, width of the predictor]. In this batch, the input at position p
+        must be the token at position p + 1 of the text. states: the result of `read`, or of an earlier call of `predict`. Raises
+        RuntimeError for a model without a predictor."""
         return self._its_predictor(states, batch)
 
     def predicted_logits(self, states: Tensor) -> Tensor:

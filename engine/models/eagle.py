@@ -59,8 +59,8 @@ class EagleDrafter(Generic[BatchT]):
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
         """Computes the head for a batch, stores its keys and values at the batch's positions, and returns its states [T, H]. In
-        this batch, the token at each position must be the one that follows the position in the text. states [T, H]: the result of
-        `read`, or of an earlier call."""
+        this batch, the input at position p must be the token at position p + 1 of the text. states [T, H]: the result of `read`, or
+        of an earlier call."""
         embedded = self.ops.embedding(batch.input_ids, self.embedding, 1.0)
         normed = self.state_norm(states)
         residual = normed.clone() if self.norm_before_residual else states.clone()  # the sum is made in place

@@ -44,8 +44,8 @@ class Predictor(Generic[BatchT]):
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
         """Computes the predictor for a batch, stores its keys and values at the batch's positions, and returns its hidden states
-        [T, hidden]. In this batch, the token at each position must be the one that follows the position in the text. states [T,
-        hidden]: the result of `read`, or of an earlier call."""
+        [T, hidden]. In this batch, the input at position p must be the token at position p + 1 of the text. states [T, hidden]: the
+        result of `read`, or of an earlier call."""
         embedded = self.embedding(batch.input_ids)
         read = torch.cat((self.token_norm(embedded), self.hidden_norm(states)), dim=1)
         residual = self.ops.linear(read, self.projection)
