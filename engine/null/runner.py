@@ -6,7 +6,8 @@ exactly `null_step_ms`.
 
 For tests of failures, config.json may hold an object `"hearthd_null"` with these keys:
 load_s: seconds that a load takes.
-load_error, load_error_permanent: the text with which a load fails, and whether the failure counts as permanent (true if left out).
+load_error, load_error_permanent: the text with which a load fails, and whether the failure counts as permanent, so that the load is
+not tried again (true if left out).
 nan_token: a token id; a step reports NaN logits for each sequence that contains it.
 crash_token: a token id; a step with a sequence that contains it raises an error.
 no_memory_token: a token id; a step with a sequence that contains it finds no memory (only with launches_ahead).
@@ -236,15 +237,15 @@ class NullShare(NullModel):
         raise error
 
     def _receive(self) -> None:
-        """Waits until the previous stage has ended the step; the first stage does not wait. Raises GroupBroken if the group breaks
-        before that."""
+        """Waits until the previous stage has ended the step; the first stage does not wait. Raises GroupBroken if the group loses a
+        device before that."""
         link = self.region.link
         if link is not None and not link.is_first and link.take() is None:
             raise self._broken()
 
     def _meet(self) -> None:
         """Waits until all ranks of this stage have run as many steps as this rank, and then signals the next stage that it can
-        begin the step. Raises GroupBroken if the group breaks before that."""
+        begin the step. Raises GroupBroken if the group loses a device before that."""
         self._turn += 1
         self._counters[self.region.stage_rank] = self._turn
         while not self.region.is_broken:
@@ -314,7 +315,8 @@ class NullRunner:
         """Does nothing, because nothing was locked."""
 
     def probe(self, number: int) -> None:
-        """Does nothing, because null models compute nothing."""
+        """Does nothing. On other devices this tests whether the device still computes correctly, but null models compute
+        nothing."""
 
     def load(self, task: LoadTask) -> NullModel | GroupShare:
         """Loads a null model, or a device's share of one, and returns it. Raises NullLoadError if config.json cannot be read or
