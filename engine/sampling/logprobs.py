@@ -84,9 +84,9 @@ class OwedRow:
 
 @dataclass(slots=True)
 class OwedPrompts:
-    """The P prompt tokens whose log-probabilities are wanted and can be computed in one step, of all its requests.
+    """The P prompt tokens, of all requests of a step, whose log-probabilities are wanted and can be computed in the step.
 
-    rows: the requests, with their numbers of these tokens. chosen [P]: the tokens' ids.
+    rows: for each request, which and how many of the P tokens are its own. chosen [P]: the tokens' ids.
     tokens [P]: for each of these prompt tokens, the index among the step's T tokens of the token before it, whose logits predict
     it."""
 
@@ -98,8 +98,8 @@ class OwedPrompts:
         self, ops: LogprobOps, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int
     ) -> list[PromptLogprobs]:
         """Computes the log-probabilities. Returns one PromptLogprobs for each request of `rows`, in order. hidden [>= P, W]: the
-        hidden states of `tokens`. logits_of: computes the logits [n, V] of hidden states [n, W]. max_rows: the most rows whose
-        logits are computed at a time, because the work space has memory for no more."""
+        hidden states of `tokens`, then padding, which is ignored. logits_of: computes the logits [n, V] of hidden states [n, W].
+        max_rows: the most rows whose logits are computed at a time, because the work space has memory for no more."""
         num_top = max(row.num_top for row in self.rows)
         ranked = any(row.ranked for row in self.rows)
         parts: list[tuple[Any, Any, Any, Any]] = []

@@ -146,8 +146,9 @@ def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: in
 
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
-    """Adds masks to the settings: each row that has a mask in `allowed` may sample only the tokens that the mask allows. Such a row
-    no longer bans end ids because of min_tokens, since its mask already does; only rows in `allowed.banning` still do."""
+    """Adds masks to the settings: each row that has a mask in `allowed` may sample only the tokens that the mask allows. While
+    min_tokens are not reached, the end ids of such a row are banned by its mask alone, not by an edit of its logits, unless
+    `allowed.banning` is true for the row."""
     rows.allowed = allowed
     if rows.edits is not None:
         may_ban = np.ones(len(rows.temperature), np.bool_)
