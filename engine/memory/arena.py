@@ -19,8 +19,8 @@ from scheduler.batch.plan import IntArray
 
 def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int], kv_dtype: str) -> tuple[Tensor, Tensor | None]:
     """Returns the arena (uint8) as one KV group sees it: keys and values [num_blocks, layers, 2, kv_heads, block_tokens, head_dim],
-    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None if kv_dtype has none). token_dims: the sizes 2, kv_heads
-    and head_dim of these shapes (kv_layout.group_token_dims). kv_dtype: fp8, or the name of a torch dtype.
+    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None unless kv_dtype is fp8). token_dims: the sizes 2,
+    kv_heads and head_dim of these shapes (kv_layout.group_token_dims). kv_dtype: fp8, or the name of a torch dtype.
 
     For fp8 both tensors are uint8: keys and values are codes of float8_e4m3fn, scales are powers of two, stored as exponents. A
     block holds its scales after its values, so a block that is copied, saved or shared can be read by itself."""

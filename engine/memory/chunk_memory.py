@@ -134,8 +134,8 @@ class ChunkMemory(Protocol):
         ...
 
     def write(self, address: int, source: Any) -> None:
-        """Starts copying `source` (uint8 array) to the device's memory at `address`, without a checksum. The copy has ended when a
-        fence is passed that `fence` returned after this call."""
+        """Starts copying `source` (uint8 array) to the device's memory at `address`, without a checksum. The copy has ended once a
+        fence (an object that can be waited for) is passed that `fence` returned after this call."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:

@@ -32,7 +32,7 @@ from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_seque
 class GroupRegion:
     """One member's view of a group's region of the exchange memory. Raises ValueError if the region is too small for `sizes`.
 
-    broken [1] int64: not 0 once the group is broken.
+    broken [1] int64: not 0 once the group is broken (has lost a device, or a member has left).
     rank, stage: the member's rank and its pipeline stage.
     stage_rank, stage_size: the member's index among the members of its stage, and how many these are.
     ranks uint8: the memory through which the members of its stage exchange partial results (engine/host/rank_memory.py).
@@ -87,9 +87,9 @@ class GroupRegion:
 
     @contextmanager
     def sharing_reads(self) -> Iterator[Sequence[SharedReads]]:
-        """Returns a context manager whose value is the memory through which the members of this member's stage share what they read
-        from files. It is () if the members are on several hosts, or if the stage has only one member. The last member to leave the
-        context returns the memory to the system."""
+        """Returns a context manager whose value is the memory through which the members of this member's stage pass each other the
+        bytes of files that they all need, so that each is read by one member only. It is () if the members are on several hosts, or
+        if the stage has only one member. The last member to leave the context returns the memory to the system."""
         first = self.rank - self.stage_rank
         hosts = self._hosts[first : first + self.stage_size]
         if self.stage_size == 1 or len(set(hosts)) > 1:
@@ -113,7 +113,7 @@ class GroupRegion:
 
     def post(self, plan: BatchPlan) -> bool:
         """Writes the plan of the group's next step, and adds the step to the queues of all members, which run steps in the order of
-        their posting. Only the leader calls it. Returns False if the group is broken.
+        their posting. Only the leader calls it. Returns False if the group is broken (has lost a device, or a member has left).
 
         Raises ValueError for a plan with too many rows or for a step with a predictor, which the other members cannot run. Raises
         ExchangeFull if a member has too many steps in its queue."""

@@ -23,8 +23,8 @@ class Handover:
 
     def ask(self, num_chunks: int, chunk_bytes: int) -> tuple[list[int], list[WeightsHeld]]:
         """Asks the daemon for memory of this shape that an earlier engine left. Returns the memory's descriptors, which the caller
-        closes with `handles.close`, and the weights in the memory. Both are empty if nothing was left, or if it could not be
-        received, which is logged."""
+        closes with `handles.close`, and a description of the weights that are in it. Both are empty if nothing was left, or if it
+        could not be received, which is logged."""
         handles.allow_many_files()
         try:
             handles.send(self._sock, [], num_chunks, chunk_bytes)

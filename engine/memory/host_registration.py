@@ -49,7 +49,7 @@ def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes
     spans: (address, bytes) of each stretch of memory.
     unit_bytes: the caller promises that no copy crosses a multiple of this number, counted from a span's beginning, because the
     driver refuses a copy that crosses the border of a registered range.
-    share: the largest fraction of time that the thread spends in the driver; it pauses between ranges, so that other threads can
+    share: the largest fraction of time that the thread spends in the driver; it sleeps between ranges, so that other threads can
     call the driver."""
     range_bytes = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     ranges = [

@@ -1,8 +1,8 @@
 """Holds the plans of a group's steps in memory that the group's members share, in one place for each step that may be under way.
 
-A place holds a head, then the plan's arrays (one value for each row of the plan) without gaps. So a plan of a few rows takes few
-cache lines to reach another core. A member keeps the views that it has made of a place for each number of rows, because numpy takes
-longer to make four views than to fill them.
+A place holds the plan's single values (such as the step's id), then its arrays (one value for each row of the plan) without gaps.
+So a plan of a few rows takes few cache lines to reach another core. A member keeps the views that it has made of a place for each
+number of rows, because numpy takes longer to make four views than to fill them.
 """
 
 from __future__ import annotations

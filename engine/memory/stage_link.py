@@ -45,7 +45,7 @@ class StageLink:
 
     def take(self) -> Bytes | None:
         """Waits until the previous stage has sent the states of the next step, and returns the memory that holds them, uint8
-        [handed]. Returns None if the group breaks before that."""
+        [handed]. Returns None if the group breaks (loses a device) before that."""
         line, begin_s = self._lines[self._stage - 1], time.perf_counter()
         while line[_SENT] <= self._num_taken:
             if self._broken[0]:

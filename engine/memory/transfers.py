@@ -39,9 +39,9 @@ class TransferCancelled(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Several:
-    """A way to copy several pieces (each an address on the device and an array of the host) with one call of `start`, used by
-    `transfer`. A call gets pieces until they are most_pieces, or have at least most_bytes bytes. num_threads threads make calls;
-    each has at most most_under_way calls under way."""
+    """The function `start`, with which `transfer` copies several pieces (each an address on the device and an array of the host) in
+    one call, and the limits of such calls. A call gets pieces until they are most_pieces, or have at least most_bytes bytes.
+    num_threads threads make calls; each has at most most_under_way calls under way."""
 
     start: Callable[[Sequence[Piece]], DeviceCopies]
     most_bytes: int
@@ -78,8 +78,9 @@ class _Only:
 
 
 def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns the way in which `transfer` copies several pieces of this memory in one call (its argument `several`); None: pieces
-    can only be copied one by one. out: whether the pieces are copied from the device to the host."""
+    """Returns the function, with its limits, by which `transfer` copies several pieces of this memory in one call (the argument
+    `several` of `transfer`). Returns None if pieces can only be copied one by one. out: whether the pieces are copied from the
+    device to the host."""
     if isinstance(memory, CopiesSeveral):
         copy = partial(memory.copy_several, out=out)
         return Several(lambda pieces: _Ended(copy(pieces)), AT_ONCE_BYTES, sys.maxsize, 1, NUM_THREADS)
@@ -87,8 +88,9 @@ def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
 
 
 def starts_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns the way in which `transfer` starts several copies in one call, for a device that makes copies itself (its argument
-    `several`); None: this device does not. out: whether the pieces are copied from the device to the host."""
+    """Returns the function, with its limits, by which `transfer` starts several copies in one call (the argument `several` of
+    `transfer`), for a device that makes copies itself. Returns None for a device that does not. out: whether the pieces are copied
+    from the device to the host."""
     if not isinstance(memory, StartsSeveral):
         return None
     return Several(partial(memory.start_several, out=out), BATCH_BYTES, BATCH_PIECES, BATCHES_UNDER_WAY, 1)
@@ -111,7 +113,8 @@ def transfer(
     next_piece(wait): returns the index of a piece to copy, or, after the last piece, None once for each of NUM_THREADS threads. If
     no piece is ready yet, it waits if `wait` is True, else raises queue.Empty. If next_piece is None, all pieces are copied in
     order.
-    several: copies several pieces at a time, instead of `copy` (see copies_several); None: pieces are copied one by one.
+    several: copies several pieces in one call, in place of `copy` (the result of copies_several or starts_several); None: pieces
+    are copied one by one.
 
     Raises the first error of a copy, or TransferCancelled, after all copies under way have ended."""
     checksums = [0] * len(pieces)
