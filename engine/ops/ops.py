@@ -131,8 +131,8 @@ class Nvfp4Matrix:
 @dataclass(slots=True, frozen=True)
 class PackedMatrix:
     """A matrix of N outputs and K inputs whose bfloat16 weights are packed without loss. body uint8, codes uint64, bases uint8,
-    starts uint32, escapes uint8: the arrays of the format (loader/formats/packed_rows.py). The array escapes may be longer than the
-    escapes in it."""
+    starts uint32, escapes uint8: the arrays of the format (loader/formats/packed_rows.py). escapes holds the exponents that have no
+    code and are stored apart; further bytes, which are not used, may follow."""
 
     num_outputs: int
     num_inputs: int

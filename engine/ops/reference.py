@@ -138,8 +138,9 @@ def packed_rows(packed: PackedMatrix, some: slice, out: Tensor) -> None:
 
 
 def panels_of(packed: PackedMatrix, panels: slice | None = None) -> tuple[Any, Any, Any, Any, Any]:
-    """Returns the arrays of a packed matrix, as loader.formats.packed_rows.unpack_rows takes them. panels: only the arrays of these
-    panels (groups of outputs that are packed together); None: of all panels."""
+    """Returns the arrays of a packed matrix (body, codes, bases, starts, escapes), as loader.formats.packed_rows.unpack_rows takes
+    them. panels: the first four arrays have only the part of these panels (groups of outputs that are packed together); None: all
+    panels."""
     panels = slice(0, packed.num_panels) if panels is None else panels
     blocks = num_blocks(packed.num_inputs)
     sizes = (blocks * PANEL_BODY_BYTES, blocks * PANEL_CODES, PANEL_ROWS, 1)
@@ -486,10 +487,10 @@ def prepare_inputs(
     """Returns the inputs of a step's tokens as (input_ids, positions, kv_slots), each [T]. kv_slots: each token's place in the KV
     cache.
 
-    token_rows [T]: the row of each token. host_ids [T]: the token ids that the host knows; where the id is below 0, last_ids [S +
-    1] of the row's slot is used instead. slots [R]: each row's slot. firsts, starts [R]: the position, and the index in T, of each
-    row's first token. block_table: [S + 1, B]. Slot number S is for padding: its tokens get position 0 and kv_slot -1 (not
-    stored)."""
+    token_rows [T]: the row of each token. host_ids [T]: the token ids, as far as the host knows them. Where an id is below 0, the
+    token is the one that was sampled last for the row's slot: its entry in last_ids [S + 1]. slots [R]: each row's slot. firsts,
+    starts [R]: the position, and the index in T, of each row's first token. block_table [S + 1, B]: the blocks of each slot. Slot
+    number S is for padding: its tokens get position 0 and kv_slot -1 (not stored)."""
     rows = token_rows.long()
     slot = slots[rows].long()
     positions = torch.where(slot < len(last_ids) - 1, firsts[rows] + torch.arange(len(rows)) - starts[rows], 0)

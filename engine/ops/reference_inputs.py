@@ -38,8 +38,11 @@ def step_tokens(
     paged_contexts: Any,  # [T] int32: positions the token attends to by itself; -1 in a long row, 0 for padding
 ) -> None:
     """Computes a step's inputs for each token (id, position, and the positions to which the token attends) from the step's rows and
-    the sequences' tokens [S, L]. Fills the arrays from input_ids to paged_contexts. Also sets counts[ATTENDED], an upper bound on
-    the number of positions that all tokens together attend to."""
+    the sequences' tokens [S, L]. slots, computed, num_new [R]: each row's slot, its number of positions stored before the step, and
+    its number of tokens in the step. long_row: the most tokens of a row whose attention is computed token by token; paged_contexts
+    is -1 for the tokens of longer rows.
+    Fills the arrays from input_ids to paged_contexts. Also sets counts[ATTENDED], an upper bound on the number of positions that
+    all tokens together attend to."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     first, new, own = computed[:num_rows], num_new[:num_rows], slots[:num_rows]
     starts[:num_rows] = np.cumsum(new) - new
@@ -103,7 +106,8 @@ def sampling_settings(
 ) -> None:
     """Collects the sampling settings of the rows that sample. Fills the arrays from row_temperature to last_tokens with one entry
     for each of these rows, in order: its settings, copied from the columns of the sequence table, the keys of its random noise, and
-    the index of its last token in the step. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]."""
+    the index of its last token in the step. Also sets counts[SAMPLING], counts[GREEDY] and counts[APART]
+    (engine/ops/step_counts.py). samples [R]: whether a row samples. slots to starts: as for step_tokens."""
     num_rows = counts[ROWS]
     own = np.flatnonzero(samples[:num_rows])
     num, rows = len(own), slots[own]
