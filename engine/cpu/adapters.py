@@ -14,7 +14,7 @@ class HostAdapterMemory(AdapterTables):
     """Implements engine.contracts.adapters.AdapterMemory for a model on the `cpu` device: the tables that say where in memory the
     matrices of the model's LoRA adapters lie. The tables are never moved, because recorded steps hold their addresses.
     dtype: the model's dtype.
-    added: a method of the model, called after each `set`."""
+    added: a method of the model, called after each `set`, which enters an adapter into the tables."""
 
     def __init__(self, shape: ModelShape, dtype: str, added: Callable[[], None]) -> None:
         super().__init__(shape, dtype)

@@ -29,7 +29,8 @@ class GroupMemory:
     in a group of states, float32 [num_blocks, layers, number of values of a state].
     kv_flat: the same memory as a flat array for kernels; empty for fp8 KV, which no CPU kernel reads.
     rotary: the rotary embedding of the group's layers.
-    reach: how far back a query attends (KVGroupSpec.reach); 0: to all earlier positions.
+    reach R: how far back a query attends (KVGroupSpec.reach). Above 0: to the last R positions; below 0: within its chunk of -R
+    positions; 0: to all earlier positions.
     scales: the scales of fp8 KV (engine/memory/arena.py); None: the KV is not fp8."""
 
     kv: Tensor

@@ -52,8 +52,8 @@ KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this com
 
 
 class _Build:
-    """The compilation of some sets of kernels by compiler processes: the units that are still to be compiled, and an estimate of
-    how long that will take. missing: set -> its units that were not in the cache folder."""
+    """The compilation of some sets of kernels by compiler processes: the units (kernels with their variants) that are still to be
+    compiled, and an estimate of how long that will take. missing: set -> its units that were not in the cache folder."""
 
     def __init__(self, missing: dict[KernelSet, list[Unit]]) -> None:
         self.missing = missing
@@ -85,8 +85,8 @@ class _Build:
         self.since_s = time.monotonic()
 
     def done(self, unit: Unit, problem: str) -> list[KernelSet]:
-        """Records that the compilation of a unit has ended, and returns the sets of kernels of which it was the last unit. problem:
-        why the compilation failed; "": it succeeded."""
+        """Records that the compilation of a unit (a kernel in its variants) has ended, and returns the sets of kernels of which it
+        was the last unit. problem: why the compilation failed; "": it succeeded."""
         self.num_done += 1
         self._done_s += unit.seconds
         of_unit = [kernel_set for kernel_set, left in self.left.items() if unit in left]
@@ -133,10 +133,11 @@ class CpuKernelBuilds:
     """Compiles the kernels that this process needs, in other processes.
     num_threads: threads that run the models' kernels; if more than one, the kernels' variants for several threads are compiled,
     too.
-    num_processes: the most compilers that run at a time; it is lowered to MOST_COMPILERS.
+    num_processes: the most compilers that run at a time; a number above MOST_COMPILERS counts as MOST_COMPILERS.
     use: called with each set of kernels once all its kernels can be loaded.
     give_up: called with each set that cannot be compiled.
-    tell: called from other threads with news of the compilation."""
+    tell: called from other threads with news of the compilation: a message for the daemon, and what the engine must call between
+    two steps to put new kernels into use."""
 
     def __init__(
         self,
@@ -322,10 +323,10 @@ class CpuKernelBuilds:
             ended.put(None)
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
-        """Compiles the units in build.queue, one by one, in a compiler process. Puts each unit into `ended`, with the problem that
-        kept it from being compiled ("": none). Starts a new process if the last one has crashed, or was ended because all units
-        that are left must wait until the engine is idle. A process that is alive at the end is kept for the next build, because
-        starting one takes a second; if its memory has grown large, it is ended."""
+        """Compiles the units (kernels in their variants) in build.queue, one by one, in a compiler process. Puts each unit into
+        `ended`, with the problem that kept it from being compiled ("": none). Starts a new process if the last one has crashed, or
+        was ended because all units that are left must wait until the engine is idle. A process that is alive at the end is kept for
+        the next build, because starting one takes a second; if its memory has grown large, it is ended."""
         process = None
         while build.queue:
             if (found := self._take(build)) is None:
@@ -355,8 +356,8 @@ class CpuKernelBuilds:
                 _end(process)
 
     def _first(self, build: _Build) -> tuple[Unit, KernelSet] | None:
-        """Returns the first unit in a build's queue that may be compiled now, with the set that it belongs to. Returns None if the
-        queue is empty, or if all its units must wait until the engine is idle."""
+        """Returns the first unit (a kernel in its variants) in a build's queue that may be compiled now, with the set that it
+        belongs to. Returns None if the queue is empty, or if all its units must wait until the engine is idle."""
         return next((one for one in build.queue if self._is_idle or not self._may_wait(one[1])), None)
 
     def _take(self, build: _Build) -> tuple[Unit, KernelSet] | None:
@@ -369,8 +370,8 @@ class CpuKernelBuilds:
             return found
 
     def _end_unit(self, build: _Build, untried: tuple[Unit, KernelSet] | None = None) -> None:
-        """Notes that a unit is no longer being compiled. untried: the unit to put back into the queue, because no compiler could be
-        started; None: there is none."""
+        """Records that a unit (a kernel in its variants) is not being compiled any more. untried: the unit to put back into the
+        queue, because no compiler could be started; None: there is none."""
         with self._lock:
             build.num_compiling -= 1
             if untried is not None:
@@ -402,8 +403,9 @@ def _start(parallel: bool) -> subprocess.Popen[str]:
 
 
 def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> str:
-    """Has a compiler process compile one unit. asked: dtype and name of the set of kernels, and the unit's name. Returns "" if the
-    unit was compiled. Otherwise returns a message that says why not; the process has then ended or was killed."""
+    """Has a compiler process compile one unit (a kernel in its variants). asked: dtype and name of the set of kernels, and the
+    unit's name. Returns "" if the unit was compiled. Otherwise returns a message that says why not; the process has then ended or
+    was killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -5,8 +5,8 @@ attends to the stored latents, and the head's value matrix is applied to the wei
 of a head are computed from all latents of the row. The expanded form takes fewer operations if many queries read the same latents:
 171 or more at DeepSeek's sizes (benchmarks/latent_attention.py).
 
-Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V dimensions of values,
-L size of a latent, C positions of a row."""
+Shapes: T tokens, N of them in rows with few new tokens, H heads, K plain and R rotated dimensions of queries and keys, V dimensions
+of values, L size of a latent, C positions of a row."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class CpuOps:
             self.kernels = entry
 
     def use(self, kernel_set: KernelSet) -> None:
-        """Lets operations call the kernels of a set from now on. The kernels must be compiled (engine/cpu/kernel_units.py)."""
+        """Makes operations call the kernels of a set from now on. The kernels must be compiled (engine/cpu/kernel_units.py)."""
         with self._changing:  # both loads and the engine's loop bring kernels into use
             if self._in_use is not None:
                 self._in_use |= {kernel_set}
@@ -165,8 +165,9 @@ class CpuOps:
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def pack_rows(self, *arrays: Any) -> int:
-        """Packs rows of weights (bfloat16 without loss), by the compiled kernel if it is in use, else by
-        loader.formats.packed_rows.pack_rows. Arguments and result are described at the latter function."""
+        """Packs rows of bfloat16 weights without loss into given arrays, and returns how many weights have an exponent without a
+        code, which is stored apart. arrays: the arguments of loader.formats.packed_rows.pack_rows, which is called if the compiled
+        kernel is not in use."""
         packing: Callable[..., int] = self.kernels.pack_rows if self._is_in_use("packed") else packed_rows.pack_rows
         return packing(*arrays)
 

@@ -115,7 +115,7 @@ class SharedRanks:
 
     def _exchange(self, piece: Tensor) -> list[Tensor] | None:
         """Publishes this rank's piece [n], and waits until all ranks have published theirs. Returns all ranks' pieces in the order
-        of the ranks, as views that are valid until the next exchange; None if the group is broken."""
+        of the ranks, as views that are valid until the next exchange; None if the group is broken (has lost a device)."""
         turn = int(self._own[PIECES]) + 1
         self._own[PIECES] = turn
         buffers = torch.from_numpy(self._memory).view(piece.dtype).view(2 * self.size, -1)

@@ -31,7 +31,7 @@ class _Part(Protocol):
 
     def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
         """Makes the calls. shared: whether kernels with two variants run in the variant for all threads, else in the one for one
-        thread. seconds: an array to which the time of each call is added; None: calls are not timed."""
+        thread. seconds [end - first]: the seconds that each call takes are added to its entry; None: calls are not timed."""
         ...
 
 

@@ -230,7 +230,7 @@ class RecordedSteps:
 
 
 def _run(*replays: Replay) -> None:
-    """Runs the programs in order. If torch makes some of their calls, runs them in torch's inference mode."""
+    """Makes the recorded calls of all these Replays, in order; in torch's inference mode, if torch makes some of the calls."""
     with nullcontext() if all(replay.is_native for replay in replays) else torch.inference_mode():
         for replay in replays:
             replay.run()
