@@ -1,5 +1,5 @@
-"""Copies host memory and computes its checksum in the same pass, so that the source is read only once. loader.packing.checksum
-defines the checksum, which is made of two sums."""
+"""Copies host memory and computes its checksum in the same pass, so that the source is read only once. The checksum, which
+loader.packing.checksum defines, is made of two sums over the 8-byte words: that of the words, and that of index * word."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def folder() -> str:
 
 def alone(what: str) -> AbstractContextManager[Any]:
     """Waits until no other process with the same cache folder is in a block that was entered as alone(what), and returns the
-    context manager of such a block. Other processes wait until the block is left."""
+    context manager of such a block. Other processes wait until the block is left. what: a name, such as that of a kernel to be
+    compiled."""
     os.makedirs(folder(), exist_ok=True)
     lock = open(os.path.join(folder(), f"lock-{what}"), "w")  # noqa: SIM115  # the file is the context
     fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed

@@ -17,8 +17,8 @@ EXIT_ORPHAN = 71
 
 
 def end_with(socket_fd: int) -> None:
-    """Starts a thread that waits until the other end of a socket is closed, and NOTICED_WITHIN_S seconds later ends this process,
-    with exit code EXIT_ORPHAN. The thread does not close the socket."""
+    """Starts a thread that ends this process, with exit code EXIT_ORPHAN, NOTICED_WITHIN_S seconds after the other end of a socket
+    is closed. socket_fd: the socket to the daemon; the thread does not close it."""
     Thread(target=_watch, args=(socket_fd,), name="orphan").start()
 
 

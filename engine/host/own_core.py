@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 class OwnCore:
-    """Binds an engine with one compute thread to a core of its own during its steps of pipelines. Between these steps the engine's
-    threads may run on any core."""
+    """Binds an engine with one compute thread to a core of its own while it computes a step of a model that is split into pipeline
+    stages. Between these steps the engine's threads may run on any core."""
 
     def __init__(self, number: int, num_engines: int) -> None:
         """number: the engine's number among the num_engines engines of the node. If there are fewer cores than engines, no engine

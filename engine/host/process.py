@@ -26,11 +26,11 @@ def prepare_process() -> None:
     times as long costs a third more CPU at 32 rows; without a limit, small matrix multiplications take 5 to 20 times as long while
     other processes run.
 
-    The policy is ACTIVE for moments in which all of libgomp's teams together have more threads than there are cores, even if most
-    of these threads sleep, like those of a first step that waits for weights. libgomp then lowers the spin count: to 0 under the
-    policy PASSIVE, but only to 1,000 under ACTIVE. At other times the policy has no effect, because a spin count is given. Measured
-    with steps of 8 rows of the model mid: 8.6 ms without another team; while another team waits, 17.6 ms under PASSIVE and 9.1 ms
-    under ACTIVE; while it computes, 18.4 ms and 21.4 ms."""
+    The wait policy (OMP_WAIT_POLICY) is ACTIVE because of moments in which all of libgomp's teams together have more threads than
+    there are cores, even if most of these threads sleep, like those of a first step that waits for weights. libgomp then lowers the
+    spin count: to 0 under the policy PASSIVE, but only to 1,000 under ACTIVE. At other times the policy has no effect, because a
+    spin count is given. Measured with steps of 8 rows of the model mid: 8.6 ms without another team; while another team waits, 17.6
+    ms under PASSIVE and 9.1 ms under ACTIVE; while it computes, 18.4 ms and 21.4 ms."""
     processor.limit_libraries()
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT

@@ -1,5 +1,5 @@
 """Lets the ranks of a split model wait for each other once, and receive an id from rank 0, through memory that their engines share.
-They do this before they connect by other means."""
+They do this before they connect to exchange partial results; the id is for that connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def rendezvous_words(size: int) -> int:
 
 class Rendezvous:
     """One rank's access to a rendezvous, at which all ranks wait for each other and rank 0 passes an id to the others. words
-    [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once the group is broken."""
+    [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once the group of ranks is broken (a rank was lost or has
+    left)."""
 
     def __init__(self, words: LongArray, rank: int, broken: LongArray) -> None:
         self._id, self._is_told, self._arrived = words[:ID_WORDS], words[ID_WORDS : ID_WORDS + 1], words[ID_WORDS + 1 :]
@@ -30,7 +31,7 @@ class Rendezvous:
 
     def meet(self, new_id: Callable[[], bytes]) -> bytes | None:
         """Waits until all ranks have called this, and returns the same id, 8 * ID_WORDS bytes, on all ranks. The id is the result
-        of new_id on rank 0; other ranks do not call new_id. Returns None if the group breaks before that."""
+        of new_id on rank 0; other ranks do not call new_id. Returns None if the group of ranks loses one before that."""
         self._arrived[self._rank] = 1
         self._fence.order()
         if self._rank == 0:
@@ -45,7 +46,8 @@ class Rendezvous:
         return self._id.tobytes()
 
     def _awaited(self, is_over: Callable[[], bool]) -> bool:
-        """Waits until is_over() returns True, and returns True; returns False once the group is broken."""
+        """Waits until is_over() returns True, and returns True; returns False once the group of ranks is broken (has lost a
+        rank)."""
         while not is_over():
             if self._broken[0]:
                 return False

@@ -27,7 +27,7 @@ class StepBegins:
 
     def waited_s(self, took_s: float | None = None) -> float:
         """Returns how many seconds this rank waited in its latest step for other ranks to begin theirs. It must be called after the
-        step and before the next one is posted, because the other ranks then overwrite their times. took_s: for a rank that does not
-        call `note`, the number of seconds that its step, which has just ended, took; None: `note` was called."""
+        step and before rank 0 hands the ranks the next step, because they then overwrite their times. took_s: for a rank that does
+        not call `note`, the number of seconds that its step, which has just ended, took; None: `note` was called."""
         began_ns = self._began_ns[self._rank] if took_s is None else time.monotonic_ns() - took_s * 1e9
         return max(0, int(self._began_ns.max() - began_ns)) / 1e9

@@ -1,18 +1,18 @@
-"""Binds each compute thread of an engine to a core of its own during steps that follow a pause.
+"""Binds each compute thread of an engine to a core of its own during steps that follow a time without steps.
 
 A parallel matrix multiplication wakes the threads that share it. Linux often wakes a thread that has slept for some time on the
 core of the thread that wakes it, even if another core is idle, because how far it searches for an idle core depends on the load
 that it saw last. Two threads then have half a core each until the load balancer separates them.
 
-Measured with 2 threads on 2 cores (Linux 6.18, a virtual machine), after a pause of 0.1 s and more: a prompt of 48 tokens took 38
-ms, of which it waited 18 ms for a core, and the step after it took 16.7 ms. With each thread bound to a core of its own, they took
-20.5 and 9.0 ms, the same as without a pause. So threads are bound during the first steps after a pause. Between these steps, and
-afterwards, they may run on any core.
+Measured with 2 threads on 2 cores (Linux 6.18, a virtual machine), after 0.1 s or more without a step: a prompt of 48 tokens took
+38 ms, of which it waited 18 ms for a core, and the step after it took 16.7 ms. With each thread bound to a core of its own, they
+took 20.5 and 9.0 ms, the same as in steps that follow each other at once. So threads are bound during the first steps after a time
+without any. Between these steps, and afterwards, they may run on any core.
 
 If there are as many compute threads as cores, they are bound during every step. Otherwise other threads that run between two steps
 (the daemon, with the tokens of the last one) move one compute thread to the core of another, and both may stay there: of 2,700
 steps of 8.6 ms, one in a hundred took 18 ms, with all its computing on one core. In this case the calling thread, and threads that
-it has started, are free between steps; the other compute threads stay bound until the next pause."""
+it has started, are free between steps; the other compute threads stay bound until the next time without steps."""
 
 from __future__ import annotations
 
