@@ -43,7 +43,8 @@ class _Routing:
 
     @classmethod
     def empty(cls, like: Tensor, num_chosen: int, num_experts: int) -> _Routing:
-        """Returns a _Routing with uninitialised arrays, for the tokens of `like` [T, W]."""
+        """Returns a new _Routing for the tokens of `like` [T, W]: its arrays have the right sizes, but are not filled. num_chosen:
+        C. num_experts: E."""
         num_pairs = len(like) * num_chosen
         num_words = 4 * num_pairs + num_experts + 1
         memory = empty(like, 1, num_words * 4 // like.element_size())

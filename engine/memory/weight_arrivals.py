@@ -18,9 +18,9 @@ def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]
 
 
 class WeightArrivals:
-    """The number of bytes that have yet to arrive of each group of places in a weight range: left_bytes[group]. places: (begin,
-    end, group), begin and end in bytes of the weight range; places do not overlap, and groups are numbered from 0. Bytes between
-    places belong to no group. Not thread-safe."""
+    """Counts, for each group of places in a weight range, the bytes that have yet to arrive there: left_bytes[group]. places:
+    (begin, end, group), begin and end in bytes of the weight range; places do not overlap, and groups are numbered from 0. Bytes
+    between places belong to no group. Not thread-safe."""
 
     def __init__(self, places: Iterable[tuple[int, int, int]], num_groups: int) -> None:
         self._places = sorted(place for place in places if place[1] > place[0])

@@ -412,8 +412,8 @@ def rope_and_store_latents(
     scales: Tensor | None = None,
     interleaved: bool = False,
 ) -> None:
-    """Rotates the rotated dimensions of queries [T, H (K + R)] in place, and stores the latents and rotated keys in down (see
-    Ops.rope_and_store_latents).
+    """Rotates the last R dimensions of each head of queries [T, H (K + R)] in place, and stores the last L + R columns of down [T,
+    N] in the KV cache: each token's latent, normalised by norm [L] and eps, and the rotated part of its keys.
 
     cos_sin: as in rotate, for 2 P = R. heads: H. slots [T]: each token's place in the cache; below 0: the token is not stored.
     kv [num_blocks, layers, 1, 1, block_tokens, L + R]: the KV cache, of which index `layer` is written. scales: the scales of the

@@ -40,7 +40,8 @@ class LogitEdit:
     banned: Tensor | None  # [number of ids] int64
 
     def apply(self, ops: SamplingOps, row: Tensor) -> None:
-        """Changes the logits `row` [V] float32 in place. Logits that are not finite stay so, because they mark a bad row."""
+        """Makes these changes (bias, penalties, banned ids) to the logits `row` [V] float32, in place. Logits that are not finite
+        stay so, because they mark a bad row."""
         params = self.params
         if params is not None:
             if params.logit_bias:
