@@ -1,8 +1,8 @@
-"""Decodes packed weights on the CPU (Numba), 64 values at a time. The bits of a value's code select its exponent from vectors.
-Exponents of escapes (code 7, one value in forty) are filled in afterwards. The reference implementation is loader.packing.codec;
-the format is described in loader.files.frame.
+"""Decodes packed weights on the CPU (Numba), 64 values at a time. A value's exponent is packed as a code of three bits: codes 0 to
+6 stand for the seven most frequent exponents. Code 7 is an escape (one value in forty): its exponent is stored apart, and is filled
+in after the others. The reference implementation is loader.packing.codec; the format is described in loader.files.frame.
 
-Shapes: N values, W words of 64 values, E escapes, G groups."""
+Shapes: N values, W words of 64 values, E escapes, G groups of words."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _wide(value: int) -> Any:
 @intrinsic
 def _decode_word(typing_context: Any, out: Any, body: Any, at: Any, low: Any, middle: Any, high: Any, table: Any) -> Any:
     """Decodes 64 values into out[at : at + 64] (uint16, the bits of bfloat16), from the 64 bytes of sign and mantissa at body[at]
-    and one uint64 word of each of the three planes of codes (low, middle, high). table [7]: the exponents of codes 0 to 6. Escaped
-    values get exponent 0."""
+    and from their three-bit codes of exponents: low, middle and high are uint64 words with the lowest, middle and highest bit of
+    each code. table [7]: the exponents of codes 0 to 6. Values with code 7 get exponent 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         out_at, body_at, entries = (context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 1, 6))
@@ -72,9 +72,9 @@ def _lowest_bit(typing_context: Any, word: Any) -> Any:
 
 @njit(inline="always")
 def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> int:
-    """Fills in the exponents of the escaped values among 64 values, which begin at out[at]. escaped: bit i is set if the code of
-    value at + i is an escape. escapes: the exponents of all escaped values of the frame, in order. taken: how many of these
-    exponents are used already. Returns how many are used afterwards, or -1 if there are not enough."""
+    """Fills in the exponents of the escaped values (those whose exponent has no code) among the 64 values from out[at] on. escaped:
+    bit i is set if the code of value at + i is an escape. escapes: the exponents of all escaped values of the frame, in order.
+    taken: how many of these exponents are used already. Returns how many are used afterwards, or -1 if there are not enough."""
     while escaped != 0:
         if taken >= escapes.shape[0]:
             return -1
@@ -88,9 +88,10 @@ def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> i
     int64(uint8[::1], uint64[:, ::1], uint32[::1], uint8[::1], uint8[::1], uint16[::1]), error_model="numpy", cache=True, nogil=True
 )
 def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: Any) -> int:
-    """Decodes the parts of a frame into out [N] uint16, the bits of bfloat16 values. body [64 W]: sign and mantissa of each value.
-    words [3, W]: the bits of the exponents' codes, in three planes. offsets [G]: number of escapes before each group. escapes [E]:
-    exponents of the escaped values. table [7]: the exponents of codes 0 to 6.
+    """Decodes a frame (values that are packed together) into out [N] uint16, the bits of bfloat16 values. body [64 W]: sign and
+    mantissa of each value. words [3, W]: the lowest bits of the exponents' codes, then the middle ones, then the highest. offsets
+    [G]: number of escapes (values whose exponent has no code) before each group of words. escapes [E]: exponents of the escaped
+    values. table [7]: the exponents of codes 0 to 6.
 
     Returns the number of escapes in the codes. Returns -1 if there are more than E, or if their numbers disagree with the offsets;
     out then has no meaning."""

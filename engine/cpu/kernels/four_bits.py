@@ -210,8 +210,8 @@ def _share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes one share (`share` of num_shares) of the outputs of all experts with at most most_rows rows. The arguments are those
-    of _grouped_four_bits_linear."""
+    """Multiplies the rows of each expert that has at most most_rows rows with the expert's four-bit matrix and adds its bias, for
+    one share (`share` of num_shares) of the work. The arguments are those of _grouped_four_bits_linear."""
     num_experts, num_outputs = firsts.shape[0] - 1, out.shape[1]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + _STRIPE - 1) // _STRIPE, share, num_shares)
     factors = np.empty(OUTPUTS * (x.shape[1] // group), np.float32)

@@ -59,7 +59,8 @@ def _write_outputs(folded: Any, num_rows: int, row: int, first: int, scale: Any,
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Computes the outputs from begin to below end of all rows into out. The other arguments are those of _few_rows_linear."""
+    """Computes the outputs from begin to below end, for all rows: x [R, K] @ weight [N, K] transposed, times scale, plus bias.
+    Writes them to the same columns of out [R, N]. scale, bias: [N], or [0] for none."""
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0]
     row_tiles = (num_rows + 3) // 4

@@ -4,7 +4,8 @@ The results have the same bits as those of the vector kernels (linear.py, widene
 allows it, weights are decoded in the registers of the product's tile. Otherwise the weights of a few outputs at a time are decoded
 into memory that stays in the caches, and multiplied there like plain weights.
 
-Shapes: R rows, K inputs, N outputs, P panels of 4 outputs, B blocks of 64 inputs, E escapes."""
+Shapes: R rows, K inputs, N outputs, P panels of 4 outputs, B blocks of 64 inputs, E escapes (weights whose exponent has no code and
+is stored apart)."""
 
 from __future__ import annotations
 
@@ -70,8 +71,9 @@ def _unpack_panel(packed: Any, panel: int, blocks: int, num_inputs: int, last: A
 
 @njit(**_HELPER)
 def _fused_share(x: Any, packed: Any, bias: Any, words: Any, begin: int, end: int, out: Any) -> None:
-    """Computes the outputs of the panels from begin to below end, for all rows. packed: the matrix's arrays (body, codes, bases,
-    starts, escapes). words: not used. The other arguments are those of _packed_linear."""
+    """Computes x @ the packed matrix transposed, plus bias, for all rows and for the outputs of the panels from begin to below end,
+    into the columns of these outputs in out [R, N]. packed: the matrix's arrays (body, codes, bases, starts, escapes). words: not
+    used. The other arguments are those of _packed_linear."""
     body, codes, bases, starts, escapes = packed
     (num_rows, num_inputs), num_outputs = x.shape, out.shape[1]
     blocks = (num_inputs + BLOCK - 1) // BLOCK

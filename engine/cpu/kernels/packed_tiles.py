@@ -1,9 +1,11 @@
 """Packs and unpacks the weights of a packed matrix (loader/formats/packed_rows.py), 64 at a time. They are unpacked into memory, or
 into registers of the tile that multiplies them.
 
-Each of the three planes of codes is a mask of the lanes to whose exponents 1, 2 or 4 is added. On processors with AVX512-VBMI2, one
-instruction then brings the escapes from their list to their places. Exponents and bytes are interleaved and rotated by a bit, which
-gives the weights. On other processors the escapes are put into the weights last, one by one.
+A weight's exponent is its row's base plus a code of three bits; code 7 marks an escape, whose exponent is stored apart in a list.
+The codes of 64 weights are three planes (the codes' lowest, middle and highest bits), each a mask of the weights to whose exponents
+1, 2 or 4 is added. On processors with AVX512-VBMI2, one instruction then brings the escapes from their list to their places.
+Exponents and bytes are interleaved and rotated by a bit, which gives the weights. On other processors the escapes are put into the
+weights last, one by one.
 
 The code is generated as LLVM code because Numba's vectoriser does not keep a tile's sums in registers (see vectors.py)."""
 

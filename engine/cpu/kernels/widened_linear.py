@@ -295,8 +295,9 @@ def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, ow
 def _share(
     words: Any, num_tiles: int, packs: bool, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """Computes one share (`share` of num_shares) of the outputs. words: the widened inputs, in num_tiles tiles, then each share's
-    work space (see scratch_floats). packs: whether weights are packed; the order of the inputs in words depends on it."""
+    """Computes x @ weight transposed, times scale and plus bias, for all rows and one share (`share` of num_shares) of the outputs,
+    into out [R, N]. words: the widened inputs, in num_tiles tiles, then each share's work space (see scratch_floats). packs:
+    whether weights are packed; the order of the inputs in words depends on it."""
     num_rows, num_outputs = out.shape
     at_once = _PANELS * PANEL if packs else WIDENED_STRIPE
     own_floats = _own_floats(num_rows)
