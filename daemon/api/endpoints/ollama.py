@@ -33,7 +33,9 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CALL_END, REASONING
 from engine.protocol import SamplingParams
 
 _LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
-_CURLS_TYPE = "application/x-www-form-urlencoded"  # the type that `curl -d` sends, which Ollama's documentation uses
+# Ollama reads a body as JSON whatever its type, so clients leave it to their HTTP library: `curl -d`, which Ollama's documentation
+# uses, Python's aiohttp and JavaScript's fetch send these
+_LIBRARIES_TYPES = ("application/x-www-form-urlencoded", "application/octet-stream", "text/plain")
 _json = msgspec.json.encode
 _ID_PREFIX = "ollama-"
 _NDJSON = "application/x-ndjson"
@@ -193,7 +195,7 @@ def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_ap
 def body_of(parse: Callable[[bytes], tuple[HeadT, bytes]], head: type[HeadT], tables: tuple[FieldTable, ...]) -> Body[HeadT]:
     """Returns the Body for requests of Ollama's clients, which may add `:latest` to a model's name and send the Content-Type of
     `curl -d`. The arguments are as in Body."""
-    return Body(parse, head, tables, default_tag=_LATEST, more_types=(_CURLS_TYPE,))
+    return Body(parse, head, tables, default_tag=_LATEST, more_types=_LIBRARIES_TYPES)
 
 
 _SHARED_FIELDS = FieldTable("`/api/chat` and `/api/generate`", ollama.OllamaBody, ollama.MEANINGS)

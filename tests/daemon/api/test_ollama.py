@@ -441,17 +441,18 @@ async def test_tools_of_an_unknown_dialect_are_refused_with_what_ollama_has() ->
         assert "tool_choice" not in error.value.error
 
 
-async def test_curls_own_content_type_is_taken_but_from_other_sites() -> None:
-    plain = {"Content-Type": "application/x-www-form-urlencoded"}
+@pytest.mark.parametrize("sent", ["application/x-www-form-urlencoded", "application/octet-stream", "text/plain;charset=UTF-8"])
+async def test_content_types_of_http_libraries_are_taken_but_from_other_sites(sent: str) -> None:
+    headers = {"Content-Type": sent}
     body = json.dumps({"model": "tiny", "prompt": "hi", "stream": False})
     async with serve() as node, aiohttp.ClientSession(node.url) as http:
-        async with http.post("/api/generate", data=body, headers=plain) as answer:
+        async with http.post("/api/generate", data=body, headers=headers) as answer:
             assert (answer.status, (await answer.json())["response"]) == (200, "ih")
-        async with http.post("/api/generate", data=body, headers=plain | {"Origin": "http://evil.example"}) as answer:
+        async with http.post("/api/generate", data=body, headers=headers | {"Origin": "http://evil.example"}) as answer:
             assert answer.status == 403
-        async with http.post("/api/generate", data=body, headers={"Content-Type": "text/plain"}) as answer:
+        async with http.post("/api/generate", data=body, headers={"Content-Type": "text/html"}) as answer:
             assert answer.status == 415
-        async with http.post("/v1/completions", data=body, headers=plain) as answer:
+        async with http.post("/v1/completions", data=body, headers=headers) as answer:
             assert answer.status == 415
 
 
