@@ -116,7 +116,7 @@ class ResponsesBody(Sampling, kw_only=True):
 
 MEANINGS = {
     "model": "name or alias; below `/m/MODEL` it may be left out",
-    "input": "text, or items: messages of text, function_call, function_call_output, reasoning",
+    "input": "text, or items: messages of text, function_call, function_call_output, reasoning, item_reference",
     "instructions": "the first message, of the role system; not taken over by responses that follow",
     "previous_response_id": "a kept response of the same tenant, whose conversation goes on",
     "store": "default true: kept for later requests, as long as there is room (stored_responses_bytes)",

@@ -20,7 +20,7 @@ from msgspec import Raw
 from daemon.api.background import FAILED, Run, as_failure, event
 from daemon.api.bodies import responses_api
 from daemon.api.bodies.responses_api import ResponsesHead
-from daemon.api.body_parts import read_parts
+from daemon.api.body_parts import read_data, read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
 from daemon.api.endpoints.chat import SAMPLING_FIELDS
 from daemon.api.endpoints.tokenize import num_prompt_tokens
@@ -28,10 +28,12 @@ from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finish
 from daemon.api.generation.generate import answer
 from daemon.api.generation.logprobs import ChatLogprobs
 from daemon.api.generation.sent_events import Ended, send_events
+from daemon.api.item_references import with_items
 from daemon.api.response_store import StoredResponse, with_conversation, without_first
 from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
 from daemon.http.connection import Connection
+from daemon.models.entry import ModelEntry
 from daemon.streams.stream_parts import Frames
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.call_numbers import CallNumbers
@@ -319,8 +321,15 @@ _BODY = Body(
 )
 
 
+async def _read(call: Call) -> tuple[ResponsesHead, bytes, ModelEntry]:
+    """Reads and parses a request's body, as read_parts does, with the kept items that its input refers to."""
+    data, store = await read_data(call, _BODY), call.context.stored
+    call.data = with_items(data, lambda public_id: store.get(call.tenant, public_id), call.context.max_body_bytes)
+    return await read_parts(call, _BODY)
+
+
 async def _handle(call: Call) -> web.StreamResponse:
-    head, messages, model = await read_parts(call, _BODY)
+    head, messages, model = await _read(call)
     public_id = _PREFIX + call.progress.drawn("response")[:16].hex()
     run = call.progress.run
     if head.background and run is None:
@@ -368,7 +377,7 @@ def _prompt(call: Call, head: ResponsesHead, messages: bytes) -> bytes:
 
 
 async def _count(call: Call) -> web.Response:
-    head, messages, model = await read_parts(call, _BODY)
+    head, messages, model = await _read(call)
     num_tokens = await num_prompt_tokens(call, head, _prompt(call, head, messages), model)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 

@@ -191,6 +191,45 @@ async def test_a_conversation_goes_on_without_its_instructions() -> None:
         assert bytes(node.requests.submitted[-1].prompt) == b"aBx"
 
 
+async def test_items_of_kept_responses_are_referred_to() -> None:
+    """Vercel's AI SDK sends the model's own items back so, unless `store` is false."""
+    hello: Any = {"role": "user", "content": "hi"}
+    async with serve(lambda _: text_script(REPLIES["all"][0].encode()), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        first = await ask(opened, False, input=[hello], tools=TOOLS)
+        calls = [item for item in first.output if item.type == "function_call"]
+        results: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+        references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+        whole: list[Any] = [item.model_dump(exclude_unset=True) for item in first.output]
+        for stream in (False, True):
+            told = await ask(opened, stream, input=[hello, *references, *results], tools=TOOLS)
+        again = await ask(opened, False, input=[hello, *whole, *results], tools=TOOLS)
+        _, referring, _, sending = node.requests.submitted
+        assert bytes(referring.prompt) == bytes(sending.prompt)
+        kept = [await listed(opened, each.id, order="asc") for each in (told, again)]
+        assert [item["type"] for item in kept[0]] == [item["type"] for item in kept[1]]
+        counted = await opened.responses.input_tokens.count(model="tiny", input=[hello, *references, *results])
+        assert counted.input_tokens == len(referring.prompt)
+        await opened.responses.delete(first.id)
+        for gone in (first.output[1].id, "msg_x", "msg_0_0"):
+            with pytest.raises(openai.NotFoundError, match="send the item itself") as error:
+                await ask(opened, False, input=[hello, {"type": "item_reference", "id": gone}])
+            assert (error.value.code, error.value.param) == ("response_not_found", "input[1].id")
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\].id is missing"):
+            await ask(opened, False, input=[{"type": "item_reference"}])
+        quoting = await ask(opened, False, input='say "item_reference"')
+        assert quoting.status == "completed"
+
+
+async def test_items_that_are_referred_to_may_not_outgrow_a_body() -> None:
+    async with serve(lambda _: text_script(b"B" * 900), Settings(max_body_bytes=2000)) as node, client(node) as opened:
+        first = await ask(opened, False)
+        reference: Any = {"type": "item_reference", "id": first.output[0].id}
+        await ask(opened, False, input=[reference])
+        with pytest.raises(openai.APIStatusError, match="max_body_bytes") as error:
+            await ask(opened, False, input=[reference] * 2)
+        assert error.value.status_code == 413
+
+
 async def test_a_kept_response_is_shown_and_deleted() -> None:
     async with serve(lambda _: text_script(b"B")) as node, client(node) as opened:
         for stream in (False, True):
