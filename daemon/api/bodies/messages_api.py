@@ -32,7 +32,7 @@ class Block(Struct):
 
 
 class Turn(Struct):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -77,7 +77,10 @@ class TokenCountBody(Struct, kw_only=True):
     output_config: OutputConfig | None = None
     container: Annotated[Raw, neutral()] = Raw()
     mcp_servers: Annotated[Raw, neutral("[]")] = Raw()
-    context_management: Annotated[Raw, neutral("{}")] = Raw()
+    # Claude Code sends the last one: no block of thinking is taken out, as without it
+    context_management: Annotated[
+        Raw, neutral("{}", '{"edits":[]}', '{"edits":[{"type":"clear_thinking_20251015","keep":"all"}]}')
+    ] = Raw()
 
 
 class MessagesBody(TokenCountBody, kw_only=True):
@@ -93,7 +96,8 @@ class MessagesBody(TokenCountBody, kw_only=True):
 
 COUNT_MEANINGS = {
     "model": "name or alias; below `/m/MODEL` it may be left out",
-    "messages": "text, `tool_use`, `tool_result` and `thinking` blocks; a last one of the assistant is continued",
+    "messages": "of the user, the assistant and, with instructions from there on, the system; text, `tool_use`, `tool_result` and "
+    "`thinking` blocks; a last one of the assistant is continued",
     "system": "text, or text blocks",
     "tools": "name, description, input_schema; the tools that Anthropic's own servers run are refused",
     "tool_choice": "auto, any, tool with a name, or none; `disable_parallel_tool_use`",
@@ -138,7 +142,7 @@ def parse_count(body: bytes) -> tuple[Head, bytes]:
 def _chat(fields: TokenCountBody) -> chat.ChatBody:
     messages = _system(fields.system)
     for at, turn in enumerate(fields.messages):
-        messages += _user(turn, f"messages[{at}]") if turn.role == "user" else [_assistant(turn, f"messages[{at}]")]
+        messages += _OF_ROLE[turn.role](turn, f"messages[{at}]")
     messages = _merged(messages)
     last = messages[-1]
     if last.role == "assistant" and not last.content and not last.tool_calls:
@@ -202,10 +206,14 @@ def _user(turn: Turn, where: str) -> list[Message]:
     return found or [Message("user", [])]
 
 
-def _assistant(turn: Turn, where: str) -> Message:
+def _instruction(turn: Turn, where: str) -> list[Message]:
+    return [Message("system", _text(turn.content, f"{where}.content"))]
+
+
+def _assistant(turn: Turn, where: str) -> list[Message]:
     if isinstance(turn.content, str):
         check_text(turn.content, f"{where}.content")
-        return Message("assistant", turn.content)
+        return [Message("assistant", turn.content)]
     parts: list[ContentPart] = []
     calls: list[Called] = []
     thoughts: list[str] = []
@@ -219,7 +227,10 @@ def _assistant(turn: Turn, where: str) -> Message:
             thoughts.append(needed_text(block.thinking, f"{place}.thinking"))
         elif block.type != "redacted_thinking":  # which only Anthropic's models could read
             parts.append(_part(block, place))
-    return Message("assistant", parts or "", tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)
+    return [Message("assistant", parts or "", tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)]
+
+
+_OF_ROLE = {"user": _user, "assistant": _assistant, "system": _instruction}
 
 
 def _merged(messages: list[Message]) -> list[Message]:

@@ -357,8 +357,8 @@ def test_any_json_parses_or_names_what_is_wrong(fields, parse):
     [
         (
             messages_api.parse,
-            {"messages": [{"role": "system", "content": "a"}]},
-            "messages[0].role must be one of user, assistant, not 'system'",
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages[0].role must be one of user, assistant, system, not 'tool'",
         ),
         (
             messages_api.parse,

@@ -228,6 +228,30 @@ def test_a_conversation_with_tools_becomes_a_chat() -> None:
     ]
 
 
+def test_instructions_may_come_later() -> None:
+    """Claude Code sends some behind the first message of the user."""
+    brief: list[Any] = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    for content in ("Be brief.", brief):
+        _, messages = read(system="Be kind.", messages=[*GOOD["messages"], {"role": "system", "content": content}])
+        assert [(each["role"], each["content"]) for each in messages] == [
+            ("system", "Be kind."),
+            ("user", "hi"),
+            ("system", "Be brief."),
+        ]
+
+
+def test_a_context_that_is_left_as_it_is_is_not_managed() -> None:
+    for edits in ([], [{"type": "clear_thinking_20251015", "keep": "all"}]):  # the second is Claude Code's
+        read(context_management={"edits": edits})
+    for edit in (
+        {"type": "clear_tool_uses_20250919"},
+        {"type": "clear_thinking_20251015"},
+        {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}},
+    ):
+        with pytest.raises(BadRequest, match="context_management is not supported"):
+            read(context_management={"edits": [edit]})
+
+
 def test_the_fields_become_a_chats() -> None:
     schema = {"type": "object"}
     head, _ = read(
@@ -263,7 +287,8 @@ def test_an_empty_last_message_of_the_assistant_is_none() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "system", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a\0"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
