@@ -64,7 +64,8 @@ def check_length(text: CheckpointText, texts: Sequence[str], field: str, max_tok
         fewest, why = text.token_lower_bound(each)
         if fewest > max_tokens:
             where = field if len(texts) == 1 else f"{field}[{at}]"
-            message = f"{where}: at least {fewest} tokens, more than the {max_tokens} of max_model_len: {why}"
+            # in the words by which agents know that they have to shorten it, as in daemon/api/generation/sampling.py
+            message = f"{where}: the prompt is too long: at least {fewest} tokens > {max_tokens} maximum (max_model_len): {why}"
             raise BadRequest("context_length_exceeded", message, param=where)
 
 

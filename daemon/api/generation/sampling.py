@@ -22,11 +22,14 @@ def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tok
     whose message contains the numbers, if the prompt or the request's limit is too large."""
     left = model.max_model_len - prompt_tokens
     prompt_field = form.prompt_field
+    # agents know by Anthropic's "prompt is too long: … tokens > … maximum" and OpenAI's "this model's maximum context length is …
+    # tokens" that they have to shorten the conversation
+    limit = f"this model's maximum context length is {model.max_model_len} tokens (max_model_len of {model.name})"
     if left < 1:
         raise BadRequest(
             "context_length_exceeded",
-            f"{prompt_field}: {prompt_tokens} tokens leave no room for an answer, "
-            f"max_model_len of {model.name} is {model.max_model_len}",
+            f"{prompt_field}: the prompt is too long: {prompt_tokens} tokens > {model.max_model_len - 1} maximum; {limit}, "
+            "and an answer takes at least one",
             param=prompt_field,
         )
     if head.max_tokens is not None:
@@ -34,7 +37,7 @@ def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tok
             raise BadRequest(
                 "context_length_exceeded",
                 f"{prompt_field}: {prompt_tokens} prompt tokens + max_tokens {head.max_tokens} = "
-                f"{prompt_tokens + head.max_tokens}, more than max_model_len {model.max_model_len} of {model.name}",
+                f"{prompt_tokens + head.max_tokens}, and {limit}",
                 param=prompt_field,
             )
         return min(head.max_tokens, left)

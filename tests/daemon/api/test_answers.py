@@ -68,7 +68,7 @@ async def test_the_official_client_understands_errors(client, node):
         await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4096)
     assert error.value.code == "context_length_exceeded"
     assert "5 prompt tokens + max_tokens 4096 = 4101" in error.value.message
-    assert "4096 of org/tiny" in error.value.message
+    assert "this model's maximum context length is 4096 tokens (max_model_len of org/tiny)" in error.value.message
 
 
 async def test_the_official_client_raises_on_an_error_in_mid_stream(client, node):

@@ -161,9 +161,9 @@ async def test_done_reasons() -> None:
             for num_predict, wanted in ((5, 5), (500, 8), (-1, 8), (-2, 8), (0, 8), (None, 3)):
                 last = await _last(opened, stream, options={"num_predict": num_predict})
                 assert (last.done_reason, last.eval_count) == ("length", wanted)
-        with pytest.raises(ollama.ResponseError, match="messages: 10 tokens leave no room for an answer"):
+        with pytest.raises(ollama.ResponseError, match="messages: the prompt is too long: 10 tokens > 9 maximum"):
             await opened.chat("tiny", [{"role": "user", "content": "x" * 10}])
-        with pytest.raises(ollama.ResponseError, match="prompt: 10 tokens leave no room for an answer"):
+        with pytest.raises(ollama.ResponseError, match="prompt: the prompt is too long: 10 tokens > 9 maximum"):
             await opened.generate("tiny", "x" * 10)
 
 

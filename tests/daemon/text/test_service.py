@@ -172,7 +172,7 @@ async def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(service
     with pytest.raises(BadRequest) as error:
         await service.encode(tiny, packed(["short", long]), field="input")
     assert (error.value.code, error.value.param) == ("context_length_exceeded", "input[1]")
-    assert "more than the 1000 of max_model_len" in error.value.message
+    assert "tokens > 1000 maximum (max_model_len)" in error.value.message
     assert f"{len(long)} of its {len(long)} bytes" in error.value.message
     with pytest.raises(BadRequest) as error:
         await service.encode_chat(tiny, packed([{"role": "user", "content": long}]), {})
@@ -192,7 +192,7 @@ async def test_a_text_of_15_mb_is_refused_without_encoding_it(service, tmp_path)
     tiny = model(checkpoint(tmp_path / "tiny", byte_level(), chat_template=CHATML), max_model_len=1000)
     await service.encode(tiny, packed(["short"]))
     begin_s = computed_s()
-    with pytest.raises(BadRequest, match="more than the 1000 of max_model_len"):
+    with pytest.raises(BadRequest, match=r"tokens > 1000 maximum \(max_model_len\)"):
         await service.encode(tiny, packed(["x" * 15_000_000]))
     refused_s = computed_s()
     await service.tokenize(tiny, "text", packed(["x" * 1_000_000]), {"add_special_tokens": True, "token_strings": False})
