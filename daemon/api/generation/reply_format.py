@@ -249,6 +249,8 @@ async def _grammar(
     schema of the answer or "". Raises BadRequest if the grammar is invalid or too long, or if the request has a grammar of its own
     that cannot be combined with its tools."""
     answer = head.grammar
+    if tools.choice != AUTO and head.grammar_field.startswith("response_format"):
+        answer = ""  # which OpenAI's API allows: the reply has calls alone, and no text that the format could apply to
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""
     if answer and (tools.choice != AUTO or dialect in WITHOUT_MARKER or not answer.startswith(JSON_SCHEMA)):

@@ -173,7 +173,7 @@ async def test_grammars():
         assert ["final:" in each for each in grammars] == [False, True, True]
         assert ["call:" in each for each in grammars] == [True, False, True]
         with pytest.raises(Exception, match="one reply cannot follow both"):
-            await ask(node, tool_choice="required", response_format=schema)
+            await ask(node, tool_choice="required", extra_body={"regex": "a+"})
     async with harmony_node(answer, facts=TextFacts("harmony", "harmony", harmony_marks={1: CHANNEL, 2: MESSAGE})) as node:
         for each in fields:
             with pytest.raises(Exception, match=r"tokenizer of org/tiny has no token <\|start\|>"):

@@ -438,7 +438,6 @@ async def test_errors_name_the_fields_of_this_body() -> None:
             ({"input": "x" * 5000}, "input"),
             ({"max_tokens": 5}, "max_tokens"),
             ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
-            ({"tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "tools"),
             ({"tools": [WEATHER | {"parameters": []}]}, "tools[0].parameters"),
         ):
             async with http.post("/v1/responses", json=GOOD | body) as answer:

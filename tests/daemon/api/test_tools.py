@@ -376,10 +376,22 @@ async def test_tools_beside_a_response_format():
             assert "answer: %json" in node.requests.submitted[0].params.grammar
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["any", "named"])
+@pytest.mark.parametrize("asked", [SCHEMA_FORMAT, {"type": "json_object"}], ids=["schema", "object"])
+async def test_a_forced_call_leaves_no_text_for_a_response_format(choice, asked):
+    """Instructor sends both for its mode RESPONSES_TOOLS."""
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes")]) as node:
+        whole = await ask(node, tool_choice=choice, response_format=asked)
+        assert calls_of(whole.message) == [("get_weather", KOELN)]
+        await ask(node, tool_choice=choice)
+        with_format, without = (each.params.grammar for each in node.requests.submitted)
+        assert with_format == without != ""
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tool_choice": "required", "response_format": SCHEMA_FORMAT}, "tools"),
+        ({"tool_choice": "required", "extra_body": {"regex": "a+"}}, "tools"),
         ({"extra_body": {"regex": "a+"}}, "tools"),
         (
             {
