@@ -9,8 +9,9 @@ from msgspec import Meta, Raw, Struct, structs
 
 from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head, Sampling
-from daemon.api.bodies.decode import check_text, decode, invalid
+from daemon.api.bodies.decode import check_text, decode, invalid, needed_text
 from daemon.api.bodies.messages import Message
+from daemon.api.bodies.namespaces import joined_name
 from daemon.api.bodies.response_format import JSON_OBJECT, following
 from daemon.api.bodies.responses_input import Item, chat_messages
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
@@ -30,6 +31,7 @@ class Tool(Struct):
     description: str | None = None
     parameters: Raw = Raw()
     strict: bool | None = None
+    tools: list[Tool] | None = None  # of a namespace: its functions
 
 
 class ToolChoice(Struct):
@@ -124,7 +126,7 @@ MEANINGS = {
     "background": "true: made without a client waiting; `GET /v1/responses/ID` fetches it, whatever becomes of this connection",
     "stream_options": "include_obfuscation: read and not used",
     "max_output_tokens": "an answer that it cuts short is `incomplete`; default: what the context leaves",
-    "tools": "functions the model may call; the tools that OpenAI's own servers run are refused",
+    "tools": "functions the model may call, also in namespaces; the tools that OpenAI's own servers run are refused",
     "tool_choice": "auto, none, required, a function by name, or allowed_tools: some of the functions",
     "parallel_tool_calls": "false: one call at most",
     "reasoning": "effort, given to the template as `reasoning_effort` (max as xhigh); a summary is not written",
@@ -143,7 +145,8 @@ MEANINGS = {
 class ResponsesHead(Head, array_like=True):
     """The part of a parsed body that the daemon itself needs. background: whether the response is generated without a waiting
     client. num_instructions: 1 if the first message contains the instructions, else 0. shown: JSON of the request's fields that the
-    response repeats. input: the field `input`, as JSON, if the response is to be stored."""
+    response repeats. input: the field `input`, as JSON, if the response is to be stored. namespaces: the name by which the model
+    knows a function -> its namespace and its name there; functions outside of namespaces are missing."""
 
     previous: str = ""  # previous_response_id; "" for none
     store: bool = True
@@ -151,6 +154,7 @@ class ResponsesHead(Head, array_like=True):
     num_instructions: int = 0
     shown: bytes = b"{}"
     input: bytes = b""
+    namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
 
 
 class _Input(Struct):
@@ -179,7 +183,8 @@ def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
     if fields.instructions:
         check_text(fields.instructions, "instructions")
         messages.insert(0, Message("system", fields.instructions))
-    as_chat = _chat(fields, messages)
+    tools, namespaces = _functions(fields.tools or [])
+    as_chat = _chat(fields, messages, tools)
     head, packed = chat.head_of_chat(as_chat)
     return ResponsesHead(
         **structs.asdict(head),
@@ -189,6 +194,7 @@ def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
         num_instructions=int(bool(fields.instructions)),
         shown=_shown(fields),
         input=_input(body) if fields.store is not False else b"",
+        namespaces=namespaces,
     ), packed
 
 
@@ -198,9 +204,10 @@ def _input(body: bytes) -> bytes:
     return bytes(_input_decoder.decode(body).input).decode(errors="replace").encode()  # what is not read may be no UTF-8
 
 
-def _chat(fields: ResponsesBody, messages: list[Message]) -> chat.ChatBody:
+def _chat(fields: ResponsesBody, messages: list[Message], tools: list[Tool]) -> chat.ChatBody:
+    """Returns the body of a chat that asks for the same. messages, tools: its messages and functions."""
     text, reasoning = fields.text or TextConfig(), fields.reasoning or Reasoning()
-    offered, choice = _offered(fields)
+    offered, choice = _offered(fields.tool_choice, tools)
     return chat.ChatBody(
         model=fields.model,
         messages=messages,
@@ -220,12 +227,31 @@ def _template_variables(given: dict[str, Any] | None, verbosity: str | None) -> 
     return given if verbosity is None else {"verbosity": verbosity, **(given or {})}
 
 
-def _offered(fields: ResponsesBody) -> tuple[list[Tool], Raw]:
-    """Returns the tools that the model may call, and the JSON of a chat's `tool_choice`. Raises BadRequest naming the field."""
-    tools = fields.tools or []
+def _functions(tools: list[Tool]) -> tuple[list[Tool], dict[str, tuple[str, str]]]:
+    """Returns all functions by the names that the model knows them by, those of namespaces with the namespace's description before
+    their own; and of these the names, namespaces and names there. Raises BadRequest naming the field."""
+    functions: list[Tool] = []
+    namespaces: dict[str, tuple[str, str]] = {}
     for at, tool in enumerate(tools):
-        _check_tool(tool, f"tools[{at}]")
-    choice = fields.tool_choice
+        where = f"tools[{at}]"
+        if tool.type != "namespace":
+            _check_tool(tool, where)
+            functions.append(tool)
+            continue
+        space = needed_text(tool.name, f"{where}.name")
+        for inner_at, inner in enumerate(tool.tools or []):
+            _check_tool(inner, f"{where}.tools[{inner_at}]")
+            name = str(inner.name)
+            known = joined_name(space, name)
+            namespaces[known] = space, name
+            description = "\n\n".join(text for text in (tool.description, inner.description) if text) or None
+            functions.append(structs.replace(inner, name=known, description=description))
+    return functions, namespaces
+
+
+def _offered(choice: Literal["none", "auto", "required"] | ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], Raw]:
+    """Returns the functions that the model may call, and tool_choice in the form of a chat's. tools: all functions. Raises
+    BadRequest naming the field."""
     if choice is None or isinstance(choice, str):
         if choice == "required" and not tools:
             raise invalid("tool_choice", "tool_choice: required needs tools")
@@ -249,7 +275,7 @@ def _offered(fields: ResponsesBody) -> tuple[list[Tool], Raw]:
 
 def _check_tool(tool: Tool, where: str) -> None:
     if tool.type != "function":
-        message = f"{where}.type: only function tools are supported, not {tool.type[:64]!r}"
+        message = f"{where}.type: only function tools and namespaces of them are supported, not {tool.type[:64]!r}"
         raise BadRequest("unsupported_parameter", message, param=f"{where}.type")
     if tool.name is None:
         raise invalid(f"{where}.name", f"{where}.name is missing")
@@ -316,6 +342,9 @@ def _shown_choice(choice: ToolChoice) -> dict[str, Any]:
 
 
 def _shown_tool(tool: Tool) -> dict[str, Any]:
+    if tool.type == "namespace":
+        inner = [_shown_tool(each) for each in tool.tools or []]
+        return {"type": tool.type, "name": tool.name, "description": tool.description or "", "tools": inner}
     parameters = tool.parameters if _is_given(tool.parameters) else None
     shown = {"type": "function", "name": tool.name, "parameters": parameters, "strict": bool(tool.strict)}
     return shown if tool.description is None else shown | {"description": tool.description}

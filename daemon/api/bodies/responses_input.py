@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from daemon.api.bodies.decode import check_text, invalid, needed_text
 from daemon.api.bodies.messages import Called, CalledFunction, Message
+from daemon.api.bodies.namespaces import joined_name
 from daemon.errors import BadRequest
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -28,6 +29,7 @@ class Item(Struct):
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of a call: that of its function
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
@@ -82,7 +84,8 @@ def _add(turn: Message, item: Item, kind: str, where: str) -> None:
         if text:
             turn.reasoning_content = text if turn.reasoning_content is None else f"{turn.reasoning_content}\n{text}"
     else:
-        name = needed_text(item.name, f"{where}.name")
+        check_text(item.namespace or "", f"{where}.namespace")
+        name = joined_name(item.namespace, needed_text(item.name, f"{where}.name"))
         function = CalledFunction(name, needed_text(item.arguments, f"{where}.arguments"))
         turn.tool_calls = [*(turn.tool_calls or []), Called(function, needed_text(item.call_id, f"{where}.call_id"))]
 

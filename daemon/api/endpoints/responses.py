@@ -19,6 +19,7 @@ from msgspec import Raw
 
 from daemon.api.background import FAILED, Run, as_failure, event
 from daemon.api.bodies import responses_api
+from daemon.api.bodies.namespaces import joined_name
 from daemon.api.bodies.responses_api import ResponsesHead
 from daemon.api.body_parts import read_data, read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
@@ -88,7 +89,7 @@ class _Response:
         self, head: ResponsesHead, keep: Callable[[bytes, list[dict[str, Any]] | None], None], run: Run | None, known: AnswerHead
     ) -> None:
         self._known, self._keep, self._run = known, keep, run
-        self._shown = _fields_decoder.decode(head.shown)
+        self._shown, self._namespaces = _fields_decoder.decode(head.shown), head.namespaces
         self._new_call_id: Callable[[Piece], str] = str
         self._output: list[dict[str, Any]] = []
         self._kind: _Kind | None = None  # the kind of the last item, while that is open
@@ -117,8 +118,10 @@ class _Response:
         if kind == CALL_END:
             return self._ended(_COMPLETED)
         if kind == CALL:
-            call = {"call_id": self._new_call_id(piece), "name": piece.text, "arguments": ""}
-            return self._begun(_CALL, {"type": "function_call", **call})
+            call = {"type": "function_call", "call_id": self._new_call_id(piece), "name": piece.text, "arguments": ""}
+            if piece.text in self._namespaces:
+                call["namespace"], call["name"] = self._namespaces[piece.text]
+            return self._begun(_CALL, call)
         if kind == ARGUMENTS:
             return self._added(piece.text)
         if kind == REASONING:
@@ -410,7 +413,7 @@ def _said(output: Iterable[dict[str, Any]]) -> dict[str, Any]:
         elif item["type"] == "reasoning":
             thoughts += [part["text"] for part in item["content"]]
         elif item["status"] == _COMPLETED:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": joined_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
             calls.append({"id": item["call_id"], "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts).replace("\0", "") or (None if calls else "")}
     if thoughts:

@@ -115,6 +115,42 @@ async def test_every_item_is_announced_told_and_ended() -> None:
         assert parts == ([] if at > 1 else ["response.content_part.added", "response.content_part.done"])
 
 
+async def test_functions_may_be_in_namespaces() -> None:
+    """Codex sends those of its helpers and of MCP servers so, and does not know a call by the joined name."""
+    spaces: list[Any] = [
+        WEATHER,
+        {"type": "namespace", "name": "far", "description": "Elsewhere.", "tools": [WEATHER]},
+        {"type": "namespace", "name": "mcp__near__", "tools": [{"type": "function", "name": "stop"}]},
+    ]
+    calls = "".join(CALL.replace("get_weather", name) for name in ("get_weather", "far__get_weather", "mcp__near__stop"))
+    wanted = [("get_weather", None), ("get_weather", "far"), ("stop", "mcp__near__")]
+    hello: Any = {"role": "user", "content": "hi"}
+    async with serve(lambda _: text_script(calls.encode()), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        for stream in (False, True):
+            told = await ask(opened, stream, input=[hello], tools=spaces)
+            assert [(item.name, getattr(item, "namespace", None)) for item in told.output] == wanted
+            assert [tool.type for tool in told.tools] == ["function", "namespace", "namespace"]
+        results = [{"type": "function_call_output", "call_id": item.call_id, "output": "ok"} for item in told.output]
+        sent: list[Any] = [item.model_dump(exclude_unset=True) for item in told.output]
+        await ask(opened, False, input=results, tools=spaces, previous_response_id=told.id)
+        await ask(opened, False, input=[hello, *sent, *results], tools=spaces)
+        following, whole = node.requests.submitted[-2:]
+        assert bytes(following.prompt) == bytes(whole.prompt)
+        assert node.background is not None
+        said = msgspec.msgpack.decode(node.background._stored.get("", told.id).messages)[-1]
+        assert [each["function"]["name"] for each in said["tool_calls"]] == ["get_weather", "far__get_weather", "mcp__near__stop"]
+
+
+def test_a_namespaces_functions_become_a_chats() -> None:
+    space = {"type": "namespace", "name": "far", "description": "Elsewhere.", "tools": [WEATHER, {"type": "function", "name": "f"}]}
+    call = {"type": "function_call", "call_id": "a1", "namespace": "far", "name": "f", "arguments": "{}"}
+    head, messages = read(tools=[space], tool_choice={"type": "function", "name": "far__f"}, input=[call])
+    assert messages[0]["tool_calls"][0]["function"]["name"] == "far__f"
+    assert (head.tools.names, head.tools.name) == (["far__get_weather", "far__f"], "far__f")
+    shown = [tool["function"] for tool in json.loads(head.options["tools"])]
+    assert [each["description"] for each in shown] == ["Elsewhere.\n\nWeather", "Elsewhere."]
+
+
 async def test_a_call_that_breaks_is_text() -> None:
     async with serve(lambda _: text_script(BROKEN.encode()), models=[entry(**PARSERS)]) as node, client(node) as opened:
         whole, streamed = [await ask(opened, stream, tools=TOOLS) for stream in (False, True)]
@@ -572,6 +608,12 @@ def test_the_fields_become_a_chats() -> None:
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        (
+            {"tools": [WEATHER, {"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "y"}]}]},
+            "tools[1].tools[0].type",
+        ),
+        ({"tools": [WEATHER, {"type": "web_search"}]}, "tools[1].type"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         ({"instructions": "a\0"}, "instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
