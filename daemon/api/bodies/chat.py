@@ -64,7 +64,7 @@ MEANINGS = {
     "prediction": "text that the reply is expected to repeat in parts, as a file to be edited has it; there several tokens come at "
     "a time, and the reply is the same without it",
     "tools": "functions the model may call",
-    "tool_choice": "auto, none, required, or one function by name",
+    "tool_choice": "auto, none, required, one function by name, or allowed_tools: some of the functions",
     "parallel_tool_calls": "false: one call at most",
 }
 

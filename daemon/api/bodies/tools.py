@@ -28,9 +28,22 @@ class FunctionName(Struct):
     name: str
 
 
-class NamedChoice(Struct):
+class AllowedTool(Struct):
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Struct):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class ObjectChoice(Struct):
+    """The object form of tool_choice: the function that must be called, or those of the tools that may be called."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ToolRequest(Struct, array_like=True):
@@ -51,7 +64,8 @@ class ToolRequest(Struct, array_like=True):
 
 
 _tools = msgspec.json.Decoder(list[Tool])
-_named = msgspec.json.Decoder(NamedChoice)
+_object_choice = msgspec.json.Decoder(ObjectChoice)
+_raws = msgspec.json.Decoder(list[Raw])
 
 
 def tool_request(tools: Raw, tool_choice: Raw, parallel: bool | None) -> tuple[ToolRequest | None, bytes]:
@@ -73,25 +87,51 @@ def tool_request(tools: Raw, tool_choice: Raw, parallel: bool | None) -> tuple[T
             where = f"tools[{at}].function.parameters"
             raise invalid(where, f"{where}: expected an object, a JSON schema")
         schemas.append(schema)
-    choice, name = _choice(bytes(tool_choice), names)
+    choice, name, allowed = _choice(bytes(tool_choice), names)
+    if allowed is not None:
+        places = [at for at, each in enumerate(names) if each in allowed]
+        raws = _raws.decode(data)
+        data = msgspec.json.encode([raws[at] for at in places])
+        offered, names = [offered[at] for at in places], [names[at] for at in places]
+        schemas = [schemas[at] for at in places]
     if choice == NONE or not names:
         return None, b""
     strict = [bool(tool.function.strict) for tool in offered]
     return ToolRequest(choice, parallel is not False, names, schemas, strict, name), data
 
 
-def _choice(data: bytes, names: list[str]) -> tuple[str, str]:
+def _choice(data: bytes, names: list[str]) -> tuple[str, str, set[str] | None]:
+    """Returns the choice, the function that must be called ("" for none in particular), and the functions that may be called (None:
+    all). names: those of all functions. Raises BadRequest naming the field."""
     if data in (b"", b"null"):
-        return AUTO, ""
+        return AUTO, "", None
     if data.startswith(b"{"):
-        chosen: NamedChoice = decode(_named, data, "tool_choice")
-        name = chosen.function.name
-        if name not in names:
-            raise invalid("tool_choice.function.name", f"tool_choice.function.name: {name[:128]!r} is none of the tools")
-        return NAMED, name
+        chosen: ObjectChoice = decode(_object_choice, data, "tool_choice")
+        if chosen.type == "allowed_tools":
+            return _allowed(chosen.allowed_tools, names)
+        if chosen.function is None:
+            raise invalid("tool_choice.function", "tool_choice.function is missing")
+        _check_name(chosen.function.name, names, "tool_choice.function.name")
+        return NAMED, chosen.function.name, None
     choice = data.strip(b'"').decode(errors="replace")
     if choice not in (NONE, AUTO, REQUIRED):
-        raise invalid("tool_choice", "tool_choice must be none, auto, required or an object that names a function")
+        raise invalid("tool_choice", "tool_choice must be none, auto, required or an object that names a function or allowed_tools")
     if choice == REQUIRED and not names:
         raise invalid("tool_choice", "tool_choice: required needs tools")
-    return choice, ""
+    return choice, "", None
+
+
+def _allowed(given: AllowedTools | None, names: list[str]) -> tuple[str, str, set[str]]:
+    """Returns what _choice returns for allowed_tools."""
+    if given is None:
+        raise invalid("tool_choice.allowed_tools", "tool_choice.allowed_tools is missing")
+    for at, tool in enumerate(given.tools):
+        _check_name(tool.function.name, names, f"tool_choice.allowed_tools.tools[{at}].function.name")
+    if given.mode == REQUIRED and not given.tools:
+        raise invalid("tool_choice", "tool_choice: required needs tools")
+    return given.mode, "", {tool.function.name for tool in given.tools}
+
+
+def _check_name(name: str, names: list[str], where: str) -> None:
+    if name not in names:
+        raise invalid(where, f"{where}: {name[:128]!r} is none of the tools")

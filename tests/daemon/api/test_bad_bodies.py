@@ -94,6 +94,11 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "auto"}}, "tool_choice.type"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}}, "tool_choice"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+        {"type": "function", "function": {"name": "g"}}]}}}, "tool_choice.allowed_tools.tools[0].function.name"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tools": [TOOL]}, "tools"),
     (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls"),

@@ -10,6 +10,7 @@ import msgspec
 import openai
 import pytest
 
+from daemon.api.bodies import chat
 from daemon.text.jobs import TextFacts
 from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from tests.daemon.api.fakes import EOS, entry, serve, text_script
@@ -232,6 +233,17 @@ async def test_what_the_template_is_shown(choice):
     else:
         assert json.loads(shown[0]["tools"]) == TOOLS
     assert json.loads(shown[0]["documents"]) == [{"text": "d"}]
+
+
+def test_allowed_tools_are_the_only_ones():
+    named = {"type": "function", "function": {"name": TOOLS[1]["function"]["name"]}}
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+        head, _ = chat.parse(json.dumps(body).encode())
+        assert head.tools is not None
+        assert (head.tools.choice, head.tools.names) == (mode, [TOOLS[1]["function"]["name"]])
+        assert json.loads(head.options["tools"]) == TOOLS[1:2]
 
 
 async def test_tool_choice_none_needs_no_dialect_and_its_stream_is_the_plain_one():
