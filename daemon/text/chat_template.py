@@ -22,7 +22,7 @@ from daemon.text.deepseek_tools import with_tools
 from daemon.text.harmony_history import harmony_kwargs, harmony_messages, harmony_tools
 from daemon.text.jobs import TEMPLATE_CPU_S
 from daemon.text.kimi_history import kimi_messages
-from daemon.text.later_instructions import render_instructions
+from daemon.text.later_instructions import INSTRUCTIONS, render_instructions
 from daemon.text.left_out import granite_messages, mistral_messages
 from daemon.text.reasoning import MARKERS, MISTRAL
 from daemon.text.tool_parsers import deepseek, granite, kimi_k2
@@ -104,7 +104,9 @@ class ChatTemplate:
         if self._shows_no_tools and tools:
             plain = with_tools(plain, tools, self._is_fenced)
         variables = {"documents": documents} | kwargs
-        return render_instructions(lambda chat: self._write(chat, tools, variables, add_generation_prompt), plain)
+        if any(message["role"] in INSTRUCTIONS for message in plain[1:]):
+            return render_instructions(lambda chat: self._write(chat, tools, variables, add_generation_prompt), plain)
+        return self._write(plain, tools, variables, add_generation_prompt)
 
     def _write(
         self,

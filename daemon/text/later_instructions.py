@@ -12,15 +12,13 @@ from daemon.errors import BadRequest
 
 Message = dict[str, Any]
 
-_ROLES = ("system", "developer")
+INSTRUCTIONS = ("system", "developer")  # the roles whose messages tell the model what to do
 
 
 def render_instructions(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
-    """Renders a chat. Where the template refuses instructions behind the first message, or leaves some of them out, all of them
-    become the first message. Raises BadRequest if the template refuses both."""
-    later = [message["content"].strip() for message in messages[1:] if message["role"] in _ROLES]
-    if not later:
-        return render(messages)
+    """Renders a chat that has instructions behind its first message. Where the template refuses them there, or leaves some of them
+    out, all instructions become the first message. Raises BadRequest if the template refuses both."""
+    later = [message["content"].strip() for message in messages[1:] if message["role"] in INSTRUCTIONS]
     try:
         text = render(messages)
     except BadRequest as error:
@@ -36,11 +34,11 @@ def render_instructions(render: Callable[[list[Message]], str], messages: list[M
 def _at_the_start(messages: list[Message]) -> list[Message]:
     """Returns the messages with all instructions as one first message. Messages of the user that are neighbours without the
     instructions between them become one, because many templates want the roles to alternate."""
-    instructions = [message for message in messages if message["role"] in _ROLES]
+    instructions = [message for message in messages if message["role"] in INSTRUCTIONS]
     out = [{**instructions[0], "content": _joined(instructions)}]
     was_instruction = False
     for message in messages:
-        is_instruction = message["role"] in _ROLES
+        is_instruction = message["role"] in INSTRUCTIONS
         if not is_instruction:
             if was_instruction and message["role"] == out[-1]["role"] == "user":
                 out[-1] = {**out[-1], "content": _joined([out[-1], message])}
