@@ -150,9 +150,9 @@ class CudaBackend:
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
         """Returns the model, whose weights have arrived in the address range `weights`. If a model was loaded before with the same
-        settings at the same address, returns that object again, because the addresses that its CUDA graphs hold are still valid."""
+        settings in the same range, returns that object again, because the addresses that its CUDA graphs hold are still valid."""
         identity = (
-            weights.address,
+            weights,  # not its address: the driver may give that to another range, whose chunks the model would never unmap
             spec.fingerprint,
             spec.dtype,
             spec.quantize,

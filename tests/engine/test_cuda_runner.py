@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config.devices import CUDA_LEFT_BYTES
+from engine.contracts.loads import LoadCancelled
 from engine.cpu.backend import open_device
 from engine.cuda import backend, work_space
 from engine.cuda.backend import CudaBackend, beside_work_space
@@ -76,6 +78,34 @@ def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> Non
     assert runner.load(load_task(renamed, memory=memory)) is not models[0]
     with pytest.raises(UnsupportedModel, match="resident: packed is not built on a GPU"):
         runner.load(load_task(msgspec.structs.replace(spec, quantize="packed"), memory=memory))
+    memory.close()
+
+
+def test_a_model_whose_addresses_were_given_up_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of changed files gives the addresses of the model's weights up, and is cancelled. The next load of the files as they
+    were gets the same addresses from the driver, but not the object whose range is gone: evicting that would unmap nothing."""
+    make_checkpoint(tmp_path, **CASES["llama"] | {"num_hidden_layers": 1})
+    memory, file, given_up = make_memory(), tmp_path / "model.safetensors", list[int]()
+    reserve = memory.reserve
+    monkeypatch.setattr(memory, "release", lambda address, num_bytes: given_up.append(address))
+    monkeypatch.setattr(memory, "reserve", lambda num_bytes: given_up.pop() if given_up else reserve(num_bytes))
+    options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
+    runner = TorchRunner(CudaBackend(memory, options), options)
+    spec = LoadModel(1, "m", str(tmp_path), "float32", scan_one(tmp_path).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
+    first = runner.load(load_task(spec, memory=memory))
+    assert isinstance(first, CudaModel)
+    first.release()
+    as_it_was = file.stat()
+    os.utime(file, ns=(as_it_was.st_atime_ns, as_it_was.st_mtime_ns + 10**9))
+    changed = msgspec.structs.replace(spec, fingerprint=scan_one(tmp_path).fingerprint)
+    with pytest.raises(LoadCancelled):
+        runner.load(load_task(changed, cancelled=lambda: True, memory=memory))
+    os.utime(file, ns=(as_it_was.st_atime_ns, as_it_was.st_mtime_ns))
+    for _ in range(2):
+        model = runner.load(load_task(spec, memory=memory))
+        assert isinstance(model, CudaModel)
+        model.release()
+    assert model._weights.address == first._weights.address
     memory.close()
 
 
