@@ -23,8 +23,9 @@ class Unmapping:
     """A queue of the address ranges of one device whose chunks are still to be unmapped. A thread unmaps them in order, and ends
     when the queue is empty.
 
-    unmap(address, num_bytes): unmaps all chunks in this range; called in that thread. If it raises, the error is logged, the thread
-    ends, and every later call of any method raises RuntimeError, because it is then unknown what is mapped where."""
+    unmap(address, num_bytes): unmaps all chunks in this range; called in that thread, if there is one. If it raises, the error is
+    logged, the thread ends, and every later call of any method raises RuntimeError, because it is then unknown what is mapped
+    where."""
 
     def __init__(self, unmap: Callable[[int, int], None], chunk_bytes: int) -> None:
         self._unmap, self._step_bytes = unmap, CHUNKS_AT_A_TIME * chunk_bytes
@@ -35,14 +36,26 @@ class Unmapping:
         self._error: Exception | None = None
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Adds a range to the queue. Nothing on the device may use the range any more."""
+        """Adds a range to the queue. Nothing on the device may use the range any more. If there is no memory for the thread, the
+        range is unmapped before this returns."""
+        begin, end = address, address + num_bytes
         with self._lock:
             self._check()
-            self._ranges.append((address, address + num_bytes))
             if self._thread is None:
                 thread = Thread(target=self._run, name="unmapping")
-                thread.start()
-                self._thread = thread
+                try:
+                    thread.start()  # it waits for the lock
+                except MemoryError as error:
+                    log.warning("chunks are unmapped without a thread: %s", error)
+                else:
+                    self._thread = thread
+            if self._thread is not None:
+                self._ranges.append((begin, end))
+                return
+        try:
+            self._unmap(begin, end - begin)
+        except Exception as error:
+            self._fail(error)
 
     def wait_for(self, address: int, num_bytes: int) -> None:
         """Waits until no queued range overlaps the num_bytes bytes from `address` on. Meanwhile the thread works without
@@ -68,6 +81,11 @@ class Unmapping:
         if self._error is not None:
             raise RuntimeError(f"unmapping chunks failed before: {self._error}") from self._error
 
+    def _fail(self, error: Exception) -> None:
+        log.error("unmapping chunks failed: %s", error)
+        with self._lock:
+            self._error, self._thread = error, None
+
     def _run(self) -> None:
         while True:
             with self._lock:
@@ -82,9 +100,7 @@ class Unmapping:
                     self._unmap(at, min(self._step_bytes, end - at))
                     self._hurry.wait((time.perf_counter() - started_s) * (1 / BACKGROUND_SHARE - 1))
             except Exception as error:
-                log.error("unmapping chunks failed: %s", error)
-                with self._lock:
-                    self._error, self._thread = error, None
+                self._fail(error)
                 return
             with self._lock:
                 self._ranges.popleft()

@@ -101,6 +101,25 @@ def test_threads_that_add_and_wait() -> None:
     assert not mapped
 
 
+def test_without_memory_for_a_thread_the_caller_unmaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the range nor what is added later is left mapped, and nobody has to wait."""
+    done: list[tuple[str, int]] = []
+    made = Unmapping(lambda address, num_bytes: done.append((threading.current_thread().name, address)), CHUNK)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        made.add(4096, BATCH_BYTES + CHUNK)
+        made.wait_for(4096, CHUNK)
+    own = threading.current_thread().name
+    assert done == [(own, 4096)]
+    made.add(0, CHUNK)
+    made.finish()
+    assert done[1:] == [("unmapping", 0)]
+
+
 def test_nothing_is_done_after_an_error() -> None:
     def unmap(address: int, num_bytes: int) -> None:
         raise MemoryError("no")
