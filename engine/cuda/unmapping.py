@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from engine.memory.chunk_memory import DeviceUnusable
 from loader.threads import Thread
 
 log = logging.getLogger("engine")
@@ -24,7 +25,7 @@ class Unmapping:
     when the queue is empty.
 
     unmap(address, num_bytes): unmaps all chunks in this range; called in that thread, if there is one. If it raises, the error is
-    logged, the thread ends, and every later call of any method raises RuntimeError, because it is then unknown what is mapped
+    logged, the thread ends, and every later call of any method raises DeviceUnusable, because it is then unknown what is mapped
     where."""
 
     def __init__(self, unmap: Callable[[int, int], None], chunk_bytes: int) -> None:
@@ -79,7 +80,7 @@ class Unmapping:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"unmapping chunks failed before: {self._error}") from self._error
+            raise DeviceUnusable(f"unmapping chunks failed before: {self._error}") from self._error
 
     def _fail(self, error: Exception) -> None:
         log.error("unmapping chunks failed: %s", error)

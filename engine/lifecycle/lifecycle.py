@@ -18,7 +18,7 @@ from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.life import Life, State
 from engine.lifecycle.loads import Begun, Load, Loads, Streams, Summed
 from engine.loading.left_weights import checksum_of
-from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.chunk_memory import ChunkMemory, DeviceUnusable
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message, WeightsHeld
 from engine.serve.adapter_loads import AdapterRead
@@ -27,6 +27,8 @@ from engine.serve.splitting import why_not_split
 from scheduler.batch.plan import BatchPlan
 
 log = logging.getLogger("engine")
+
+NO_MEMORY = ("out of memory", "can't allocate memory")  # in torch's and drivers' errors; the device is well then
 
 
 class Lifecycle:
@@ -39,6 +41,8 @@ class Lifecycle:
     resume(first): processes the result of a first step and the messages that were deferred while it ran.
     loaded(): called after each report that a load has succeeded.
     adapter_read(read): called with each AdapterRead that has ended.
+    check_device(): called after a load has failed for a reason that may lie with the device. Raises the device's error if it
+    computes nothing any more.
     memory, tier: the device's memory and the host tier; None: there is none.
     outlives: whether the daemon keeps the device's memory when this process ends; if True, the daemon is told which chunks hold
     weights."""
@@ -54,11 +58,12 @@ class Lifecycle:
         resume: Callable[[FirstStep], None] = lambda first: None,
         loaded: Callable[[], None] = lambda: None,
         adapter_read: Callable[[AdapterRead], None] = lambda read: None,
+        check_device: Callable[[], None] = lambda: None,
         outlives: bool = False,
     ) -> None:
         self._models, self._loads, self._send, self._forget, self._resume = models, loads, send, forget, resume
         self._has_loaded, self._adapter_read, self._outlives = loaded, adapter_read, outlives
-        self._memory, self._tier = memory, tier
+        self._memory, self._tier, self._check_device = memory, tier, check_device
         self.lives: dict[str, Life] = {}
         self.first_steps: dict[str, FirstStep] = {}  # model -> its first step, kept for the loop, which looks before every step
 
@@ -114,7 +119,8 @@ class Lifecycle:
     # ---- reports of jobs
 
     def take(self) -> None:
-        """Processes everything that the threads of loads, first steps and transfers of KV have reported since the last call."""
+        """Processes everything that the threads of loads, first steps and transfers of KV have reported since the last call. Raises
+        the device's error if a load has failed because the device cannot be used any more: only a new process can use it then."""
         for item in self._loads.take():
             match item:
                 case LoadProgress():
@@ -224,6 +230,8 @@ class Lifecycle:
         """Frees a model that will not be served, reports why its load failed, and answers its evictions. error: why the load
         failed; None: it did not fail, so nothing is reported. The failure of a cancelled load is not reported either."""
         load = life.load
+        if error is not None:
+            self._raise_devices(error)
         del self.lives[life.name]
         if life.first is not None:
             self._set_first(life, None)
@@ -243,6 +251,14 @@ class Lifecycle:
             self._send(LoadFailed(spec.placement_id, spec.model, f"{type(error).__name__}: {error}", permanent))
         for eviction in life.evictions:
             self._send(Evicted(eviction.placement_id, life.name))
+
+    def _raise_devices(self, error: Exception) -> None:
+        """Raises the device's error if the failure of a load shows that the device cannot be used any more. Otherwise every later
+        load would fail, too. error: why the load failed."""
+        if isinstance(error, DeviceUnusable):
+            raise error
+        if isinstance(error, RuntimeError) and not any(text in str(error).lower() for text in NO_MEMORY):
+            self._check_device()
 
     def _restored(self, life: Life, transfer: KVTransfer) -> None:
         load, num_tokens, life.restore = life.load, kv_transfer.restored(transfer), None

@@ -121,6 +121,7 @@ class Engine:
             resume=self._resume,
             loaded=self._collector.loaded,
             adapter_read=self.adapters.ended,
+            check_device=self._check_device,
             outlives=left is not None,
         )
         self.journal = StepJournal(journal, self.lifecycle.first_steps)
@@ -563,8 +564,7 @@ class Engine:
                 if message.model in self.models.by_name and message.model not in self.lifecycle.first_steps:
                     self.adapters.retire(self.models.by_name[message.model], message.adapter)
             case Probe():
-                self.journal.nothing_runs()  # no request is to blame if the device fails now
-                self._probe(message.number)
+                self._check_device(message.number)
                 self.channel.send(Probed(message.number))
             case Shutdown():
                 self._shutdown = True
@@ -625,6 +625,11 @@ class Engine:
             self._end_constrained(self.constraints.submit(served, request, message.params, message.output, message.text_id))
         else:
             served.scheduler.submit(request)
+
+    def _check_device(self, number: int = 0) -> None:
+        """Raises the device's error if the device does not compute the token `number` of a probe."""
+        self.journal.nothing_runs()  # no request is to blame if the device fails now
+        self._probe(number)
 
     def _forget(self, name: str) -> None:
         """Drops the loop's records of the requests and adapters of a model that is evicted."""

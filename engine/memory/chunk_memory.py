@@ -15,6 +15,11 @@ if TYPE_CHECKING:  # engines of null models do not need torch
     from loader.reading.sinks import Fence
 
 
+class DeviceUnusable(RuntimeError):
+    """Raised when it is not known any more what a device's memory shows at which addresses, so that only a new process can use the
+    device."""
+
+
 class DeviceCopy(Protocol):
     """A copy between the host and a device that may still be under way. Until `wait` has returned or raised an error, the source of
     the copy must not change and its target must not be read."""
@@ -110,7 +115,7 @@ class ChunkMemory(Protocol):
         """Unmaps the chunks in num_bytes bytes of a reserved range, from `address` on; the range itself stays reserved. No step may
         be using the chunks there. They may be mapped elsewhere as soon as this returns. A device may still show them at the old
         address for some milliseconds, but no longer than until something is mapped there again. Raises RuntimeError if the device
-        failed."""
+        failed; DeviceUnusable is one."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from engine.cuda import unmapping
 from engine.cuda.unmapping import CHUNKS_AT_A_TIME, Unmapping
+from engine.memory.chunk_memory import DeviceUnusable
 
 CHUNK = 8
 BATCH_BYTES = CHUNK * CHUNKS_AT_A_TIME
@@ -129,5 +130,5 @@ def test_nothing_is_done_after_an_error() -> None:
     while made._thread is not None:
         time.sleep(0.001)
     for call in (lambda: made.add(0, CHUNK), lambda: made.wait_for(0, CHUNK), made.finish):
-        with pytest.raises(RuntimeError, match="unmapping chunks failed before: no"):
+        with pytest.raises(DeviceUnusable, match="unmapping chunks failed before: no"):
             call()
