@@ -27,6 +27,7 @@ from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.model import CudaModel
 from engine.cuda.nccl import NcclError, nccl
 from engine.cuda.ops import CudaOps
+from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.peers import Peers
 from engine.cuda.ranks import connect
 from engine.cuda.share import CudaShare, ShareLinks
@@ -167,7 +168,9 @@ class CudaBackend:
                 return model
             try:
                 model = self._made(spec, shape, weights)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
                 log.info("%s: %s", spec.model, str(error).partition("\n")[0])
             if model is None:  # torch may not have given memory back while a graph was being captured
                 self._kept.give_up_evicted()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graph_room import GraphRoom
+from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.sequences import Padding, Staging, words_of
 
 log = logging.getLogger("engine")
@@ -228,9 +229,9 @@ class StepGraphs(Generic[Size]):
             try:
                 self.captured[size] = self._captured(padding)
             except RuntimeError as error:
-                why = str(error).partition("\n")[0]
-                if "out of memory" not in why.lower():  # torch.OutOfMemoryError, or the driver's error when it makes the graph
+                if not lacks_memory(error):
                     raise
+                why = str(error).partition("\n")[0]
             else:
                 self._refused.pop(size, None)
                 return True

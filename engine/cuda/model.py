@@ -39,6 +39,7 @@ from engine.cuda.kernels import entry
 from engine.cuda.mixed_graphs import MixedGraphs
 from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
 from engine.cuda.ops import CudaOps
+from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.predicting import CudaPredicting, WithProposals
 from engine.cuda.sequences import DeviceSequences, Staging
 from engine.cuda.tile_choice import ModelTiles
@@ -255,10 +256,13 @@ class CudaModel:
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
         """Starts one step and returns while it may still be running (see LaunchesAhead.launch). Waits for the step if
-        log-probabilities of prompt tokens are to be returned. Raises NoWorkSpace if torch has too little memory for the step."""
+        log-probabilities of prompt tokens are to be returned. Raises NoWorkSpace if there is too little memory for the step, on the
+        device or, page-locked, on the host."""
         try:
             return self._launch(plan, table, masks)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             why = str(error).partition("\n")[0]
         # raised outside the except block: here nothing holds the memory that the step had taken
         if self._device.type == "cuda":  # what was launched of it uses adapters, KV and masks that others get now

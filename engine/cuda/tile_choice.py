@@ -32,6 +32,7 @@ from engine.cuda import tile_trials
 from engine.cuda.kernels import linear_choice, tiles, triton_decode, triton_extend, triton_fp8, triton_softmax
 from engine.cuda.kernels.linear_choice import MEASURE_TRIES, apart
 from engine.cuda.kernels.tiles import MeasuredTile, Place, Tile
+from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.tile_trials import Trial, trials_of
 from engine.protocol import LoadModel
 from loader import cached_file
@@ -312,7 +313,9 @@ def measured_on(device: torch.device, num_cores: int) -> Measure:
             flush: Tensor = torch.empty(linear_choice.FLUSH_BYTES, dtype=torch.uint8, device=device)
             launching: dict[Tile, Callable[[], Any]] = dict(tile_trials.launching(trial, device, num_cores, compared))
             return linear_choice.times_s(launching, flush)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             return None
 
     return measure
@@ -332,7 +335,9 @@ def compared_on(device: torch.device, num_cores: int) -> Compare:
                 flush.zero_()
             comparison.launch()
             return comparison.is_right()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             return None
 
     return compare

@@ -28,7 +28,8 @@ from scheduler.batch.plan import BatchPlan
 
 log = logging.getLogger("engine")
 
-NO_MEMORY = ("out of memory", "can't allocate memory")  # in torch's and drivers' errors; the device is well then
+# In errors of torch, of drivers and of cuBLAS that lack memory; the device is well then.
+NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")
 
 
 class Lifecycle:

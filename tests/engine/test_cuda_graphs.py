@@ -53,10 +53,11 @@ def test_captured_steps_are_padded_steps_with_other_columns(tmp_path: Path, stan
 REFUSALS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it"),
     RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ]
 
 
-@pytest.mark.parametrize("error", REFUSALS, ids=["torch", "driver"])
+@pytest.mark.parametrize("error", REFUSALS, ids=["torch", "driver", "cublas"])
 def test_a_step_without_memory_for_its_graph_runs_without_one(
     tmp_path: Path, stand_in_graphs: SimpleNamespace, error: RuntimeError
 ) -> None:

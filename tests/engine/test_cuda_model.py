@@ -268,8 +268,16 @@ def test_a_row_that_is_not_finite_is_bad_and_no_other(tmp_path: Path) -> None:
     assert model.execute(plan((0, 12, 1), (1, 12, 1)), table).bad.tolist() == [False, True]
 
 
-def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that finds no memory raises NoWorkSpace, and the model's next step runs as usual."""
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it"),
+    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the documentation."),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["torch", "page-locked", "triton"])
+def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    """A step that finds no memory, whose ever that is, raises NoWorkSpace, and the model's next step runs as usual."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     model = load_cuda_model(tmp_path)
     table = make_table(groups=model.kv_groups)
@@ -277,11 +285,11 @@ def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest
     wanted = model.execute(plan((0, 0, 9)), table).ids.tolist()
 
     def refuse(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it")
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(model, "_forward", refuse)
-        with pytest.raises(NoWorkSpace, match=r"a step of 9 tokens of 1 requests .*Tried to allocate 2.00 MiB\.$"):
+        with pytest.raises(NoWorkSpace, match=r"a step of 9 tokens of 1 requests .* work space: (CUDA|Triton) .*out of memory"):
             model.launch(plan((0, 0, 9)), table)
     assert model.execute(plan((0, 0, 9)), table).ids.tolist() == wanted
 

@@ -505,11 +505,18 @@ def test_what_is_measured_is_attention_with_each_tile(monkeypatch: pytest.Monkey
     assert times is not None
     assert tuple(times) == tuple(dict.fromkeys(taken)) == trial.tiles
 
-    def refuse(calls: Any, flush: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def refuse(error: RuntimeError) -> Any:
+        def times_s(calls: Any, flush: Any) -> Any:
+            raise error
 
-    monkeypatch.setattr(linear_choice, "times_s", refuse)
-    assert measure(trial, trial.tiles) is None
+        return times_s
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")):
+        monkeypatch.setattr(linear_choice, "times_s", refuse(error))
+        assert measure(trial, trial.tiles) is None
+    monkeypatch.setattr(linear_choice, "times_s", refuse(RuntimeError("Triton Error [CUDA]: an illegal memory access")))
+    with pytest.raises(RuntimeError, match="illegal"):
+        measure(trial, trial.tiles)
 
 
 def test_each_tile_to_compare_is_among_what_is_compiled(tmp_path: Path) -> None:

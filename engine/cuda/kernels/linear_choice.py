@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cuda.kernels import triton_linear
+from engine.cuda.out_of_memory import lacks_memory
 from loader import cached_file
 from loader.threads import Thread
 
@@ -205,7 +206,9 @@ def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
         x = drawn.to(weight.device, weight.dtype)
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=weight.device)
         return times_s({"torch": lambda: functional.linear(x, weight), "triton": lambda: ours(x, weight, None)}, flush)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
         return None
 
 
