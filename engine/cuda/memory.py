@@ -240,9 +240,18 @@ class CudaMemory:
 
     def export(self) -> list[int]:
         """Returns one file descriptor for each chunk, by which another process can map the chunk. Raises DeviceError, and OSError
-        if this process may not open so many descriptors."""
+        if this process may not open so many descriptors; none is left open then."""
         descriptors.allow_many_files(len(self._handles))
-        return [int(call_driver(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
+        exported: list[int] = []
+        try:
+            # what came before an error stays in the list
+            exported.extend(
+                int(call_driver(driver.cuMemExportToShareableHandle, each, FILE_DESCRIPTOR, 0)) for each in self._handles
+            )
+        except BaseException:
+            descriptors.close(exported)
+            raise
+        return exported
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
         """Copies pieces of piece_bytes bytes within the arena: the piece with index sources[i] to the one with index targets[i].

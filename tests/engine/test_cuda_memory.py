@@ -294,6 +294,27 @@ def test_more_chunks_than_a_process_may_open_files_are_not_exported(cuda_memory:
     made.close()
 
 
+def test_an_export_that_fails_leaves_no_descriptor_open(
+    cuda_memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Thousands of them would be left, and no file could be opened any more."""
+    made = cuda_memory.CudaMemory(5, CHUNK, exportable=True)
+    export, num_exported = driver.cuMemExportToShareableHandle, 0
+
+    def refuse_the_fourth(*arguments: Any) -> Any:
+        nonlocal num_exported
+        num_exported += 1
+        return (cuda_stand_in.CUresult.CUDA_ERROR_INVALID_VALUE, None) if num_exported == 4 else export(*arguments)
+
+    refuse_the_fourth.__name__ = "cuMemExportToShareableHandle"
+    monkeypatch.setattr(driver, "cuMemExportToShareableHandle", refuse_the_fourth)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(cuda_memory.DeviceError, match="cuMemExportToShareableHandle: CUDA_ERROR_INVALID_VALUE"):
+        made.export()
+    assert set(os.listdir("/proc/self/fd")) == before
+    made.close()
+
+
 @pytest.mark.parametrize("out", [False, True])
 @pytest.mark.parametrize("fails", ["a copy", "memory for sums", "the sums"])
 def test_copies_that_were_started_end_before_an_error_is_raised(
