@@ -43,6 +43,7 @@ log = logging.getLogger("engine")
 
 SOURCES = tuple(Path(str(module.__file__)) for module in (tiles, triton_decode, triton_extend, triton_fp8, triton_softmax))
 
+NOT_KEPT = "the measured tiles of attention are not kept for the next engine: %s: %s"
 JOINED_TURNS = 4  # in which the results of a form that joins pieces are compared: 128 launches (tile_trials.LAUNCHES)
 
 # The seconds that some launches of each of a trial's tiles took, in turns; None: they could not be measured.
@@ -235,7 +236,10 @@ class TileChoice:
         self._write_behind()
 
     def _write_behind(self) -> None:
-        Thread(target=self._write, name="kernels").start()  # a file system may hang
+        try:
+            Thread(target=self._write, name="kernels").start()  # a file system may hang
+        except MemoryError as error:  # the next choice writes this one, too
+            log.warning(NOT_KEPT, self._path, error)
 
     def _write(self) -> None:
         """Replaces the file, in one step, by this engine's choices and excluded tiles together with those that another engine has
@@ -251,7 +255,7 @@ class TileChoice:
             try:
                 cached_file.replace(self._path, kept.as_json())
             except OSError as error:
-                log.warning("the measured tiles of attention are not kept for the next engine: %s: %s", self._path, error)
+                log.warning(NOT_KEPT, self._path, error)
 
 
 class _Kept(NamedTuple):

@@ -13,6 +13,8 @@ from loader.threads import Thread
 
 log = logging.getLogger("engine")
 
+NOT_GIVEN = "this engine's memory does not outlive it: %s"
+
 
 class Handover:
     """Exchanges descriptors of device memory with the daemon, which holds them while engines come and go. sock: the socket to the
@@ -44,8 +46,11 @@ class Handover:
                 exported = memory.export()
                 handles.send(self._sock, exported, memory.num_chunks, memory.chunk_bytes)
             except (OSError, RuntimeError) as error:
-                log.warning("this engine's memory does not outlive it: %s", error)
+                log.warning(NOT_GIVEN, error)
             finally:
                 handles.close(exported)
 
-        Thread(target=work, name="handover").start()
+        try:
+            Thread(target=work, name="handover").start()
+        except MemoryError as error:
+            log.warning(NOT_GIVEN, error)

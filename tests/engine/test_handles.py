@@ -16,6 +16,7 @@ import pytest
 
 from engine.cpu.memory import CpuMemory
 from engine.memory import handles
+from engine.memory.handover import Handover
 from engine.memory.weight_range import WeightRange
 
 ROOT = Path(__file__).parents[2]
@@ -137,3 +138,18 @@ def test_a_sender_that_ends_too_early_leaves_nothing_open() -> None:
         handles.receive(ours)
     ours.close()
     os.close(fd)
+
+
+def test_without_memory_for_a_thread_the_memory_ends_with_its_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ours, others = socket.socketpair()
+    memory = CpuMemory(1, CHUNK)
+    with ours, others:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        Handover(ours).give(memory)
+    assert "this engine's memory does not outlive it: thread handover: can't start new thread" in caplog.text
+    memory.close()

@@ -163,6 +163,22 @@ def test_choices_are_kept_for_the_next_engine(
         caplog.clear()
 
 
+def test_without_memory_for_a_thread_a_choice_is_not_kept(
+    on: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    on(Device([2e-6, 1e-6]))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(linear_choice, "_kept_in", tmp_path / "products.json")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    measure(WEIGHT, 1)
+    assert decided() is True
+    assert "is not kept for the next engine" in caplog.text
+    assert "can't start new thread" in caplog.text
+
+
 def test_a_thread_notes_its_own_products_alone() -> None:
     """Weights of another thread's model may be unmapped by the time this one measures them."""
     mine, others, noted = torch.ones(4, 16), torch.ones(6, 16), []

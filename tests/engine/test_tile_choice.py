@@ -163,6 +163,22 @@ def test_a_shape_is_measured_once_for_all_models(tmp_path: Path) -> None:
     assert max(Counter(gpu.measured).values()) == 1
 
 
+def test_without_memory_for_a_thread_what_was_chosen_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = Gpu(tmp_path, {entry(EXTEND_KERNEL).others[-1]: 0.5})
+    of_model = gpu.model()
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    gpu.measure_all(of_model)
+    assert not of_model.num_open
+    assert "are not kept for the next engine" in caplog.text
+    assert "can't start new thread" in caplog.text
+
+
 def test_one_comparison_at_a_time(tmp_path: Path) -> None:
     """The loop looks for requests after each."""
     gpu = Gpu(tmp_path, {})

@@ -35,6 +35,7 @@ MEASURE_TRIES = 3  # after so many tries torch's kernel stays: the times are too
 FLUSH_BYTES = 128 << 20  # written between two measurements; more than the cache holds, so that weights come from memory
 HEAD_START = 32  # such writes before the first measurement; they take 1.5 ms on an H100, in which the host launches all the rest
 HEAD_START_TRIES = 3  # each try has twice the head start of the one before
+NOT_KEPT = "which kernels multiply few rows is not kept for the next engine: %s: %s"
 
 # Rows, N, K and dtype of a product.
 Size = tuple[int, int, int, torch.dtype]
@@ -160,7 +161,10 @@ def keep_in(folder: Path) -> None:
 def _choose(size: Size, wins: bool) -> None:
     _ours_wins[size] = wins
     if _kept_in is not None:  # in a thread, since a file system may hang
-        Thread(target=_write, args=(_kept_in,), name="kernels").start()
+        try:
+            Thread(target=_write, args=(_kept_in,), name="kernels").start()
+        except MemoryError as error:  # the next choice writes this one, too
+            log.warning(NOT_KEPT, _kept_in, error)
 
 
 _writing = threading.Lock()
@@ -174,7 +178,7 @@ def _write(path: Path) -> None:
         try:
             cached_file.replace(path, json.dumps(rows).encode())
         except OSError as error:
-            log.warning("which kernels multiply few rows is not kept for the next engine: %s: %s", path, error)
+            log.warning(NOT_KEPT, path, error)
 
 
 def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
