@@ -228,12 +228,17 @@ class CudaBackend:
             except NcclError as error:
                 raise UnsupportedModel(CONFIG_NAME, None, f"parallel: {error}") from None
             ranks = connect(connects, region.rendezvous, region.stage_rank, region.stage_size, region.broken, device)
-        if region.num_stages > 1:
-            width, dtype = shape.hidden_size, getattr(torch, spec.dtype)
-            stages = DeviceStages(region.new_link(), region.new_link(), width, dtype, device)
-        else:
-            of_ranks = StepBegins(region.ranks, region.stage_rank, region.stage_size)
-            begins = DeviceBegins(of_ranks, region.stage_rank == 0, device.type == "cuda")
+        try:
+            if region.num_stages > 1:
+                width, dtype = shape.hidden_size, getattr(torch, spec.dtype)
+                stages = DeviceStages(region.new_link(), region.new_link(), width, dtype, device)
+            else:
+                of_ranks = StepBegins(region.ranks, region.stage_rank, region.stage_size)
+                begins = DeviceBegins(of_ranks, region.stage_rank == 0, device.type == "cuda")
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
         return ShareLinks(ranks, stages, region.broken, begins)
 
     @contextmanager

@@ -117,7 +117,12 @@ def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broke
     if (group_id := meeting.meet(connects.new_id)) is None:
         raise GroupBroken(f"rank {rank} of {size}: the group has lost a device before all shares were loaded")
     collectives = Connecting(connects, group_id, rank, size).connected(broken)
-    ranks = DeviceRanks(collectives, rank, size, broken)
+    try:
+        ranks = DeviceRanks(collectives, rank, size, broken)
+    except MemoryError:  # there is no thread that would give it up
+        collectives.abort()
+        collectives.release()
+        raise
     try:
         collectives.join(lambda is_so: ranks.all_agree(is_so, device))
         _try(ranks, device)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
-from engine.cuda import begins, connecting, nccl
+from engine.cuda import backend, begins, connecting, link, nccl
+from engine.cuda.backend import CudaBackend
 from engine.cuda.begins import DeviceBegins
 from engine.cuda.collectives import ID_BYTES
 from engine.cuda.ranks import DeviceRanks, connect
@@ -27,6 +28,16 @@ from engine.host.rendezvous import Rendezvous, rendezvous_words
 from engine.host.step_begins import StepBegins
 
 CPU = torch.device("cpu")
+
+
+class NoThread:
+    """Stands in for a thread for which there is no memory."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        raise MemoryError("thread group: no memory")
 
 
 class Halves:
@@ -477,3 +488,31 @@ def test_without_nccl_the_error_says_what_needs_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nccl, "LIBRARY", "libnccl-that-is-not-there.so.2")
     with pytest.raises(nccl.NcclError, match="models cannot be split over GPUs without NCCL: libnccl-that-is-not-there"):
         nccl.nccl()
+
+
+def test_without_memory_for_its_thread_a_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = Halves()
+    connects: Any = SimpleNamespace(connect=lambda *of_rank: halves, new_id=lambda: bytes(ID_BYTES))
+    monkeypatch.setattr(link, "Thread", NoThread)
+    with pytest.raises(MemoryError, match="thread group"):
+        connect(connects, cast(Any, Meeting()), 0, 2, np.zeros(1, np.int64), CPU)
+    assert halves.calls == ["abort", "release"]
+
+
+def test_ranks_are_given_up_if_the_rest_of_a_share_is_not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else ends their exchanges, nor the thread that watches them."""
+    given_up: list[str] = []
+
+    def no_link() -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(backend, "connect", lambda *_: SimpleNamespace(close=lambda: given_up.append("ranks")))
+    of_rank = {"stage_size": 2, "stage_rank": 0, "num_stages": 2, "rendezvous": None, "broken": np.zeros(1, np.int64)}
+    region: Any = SimpleNamespace(new_link=no_link, **of_rank)
+    memory: Any = SimpleNamespace(arena=torch.zeros(1))
+    options: Any = None
+    connects: Any = object()
+    spec, shape = cast(Any, SimpleNamespace(dtype="float32")), cast(Any, SimpleNamespace(hidden_size=8))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        CudaBackend(memory, options, connects)._links(spec, shape, region)
+    assert given_up == ["ranks"]
