@@ -48,8 +48,8 @@ class Backend(Protocol):
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
         """Makes the backend ready for loads: imports its kernels, and may begin to compile those that are not compiled yet. Called
-        once, in a background thread; all other methods are called after it has returned. tell: called, from any thread, with news
-        about the compilation of kernels."""
+        in a background thread, once, and again if it raised; all other methods are called after it has returned. tell: called, from
+        any thread, with news about the compilation of kernels."""
         ...
 
     def need_kernels(

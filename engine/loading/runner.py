@@ -70,6 +70,7 @@ class TorchRunner:
         self._news: list[KernelNews] = []  # from before watch_kernels was called
         self._tell: Callable[[KernelNews], None] = self._news.append
         self._telling = threading.Lock()
+        self._looking = threading.Lock()  # held while _kernels may be replaced
         self._kernels = _in_background(self._prepare)
         if tier is not None and isinstance(memory, RegistersHost):
             _in_background(partial(self._register, memory, tier))
@@ -78,7 +79,19 @@ class TorchRunner:
         self._ring.prepare()
         if isinstance(self.memory, RegistersHost):
             register(self.memory, "staging", [self._ring.span], self._ring.slot_bytes)
+        self._find_kernels()
+
+    def _find_kernels(self) -> None:
         self.backend.prepare(self._tell_of_kernels)
+
+    def _found(self) -> Future[None]:
+        """Returns the future that is done when the device's kernels have been set up. If that has failed before, it is begun again,
+        because the reason may be gone: a disk that was full, or memory that was lacking."""
+        with self._looking:
+            if self._kernels.done() and (error := self._kernels.exception()) is not None:
+                log.warning("kernels are looked for again: %s: %s", type(error).__name__, error)
+                self._kernels = _in_background(self._find_kernels)
+            return self._kernels
 
     def _register(self, memory: RegistersHost, tier: HostTier) -> None:
         wait([self._kernels])  # loads wait for these, and none for the tier
@@ -120,7 +133,7 @@ class TorchRunner:
         if group is not None:
             division = Division(len(group.members), group.expert_parts, group.num_stages, group.copies)
             share = DeviceShare(group.rank, division)
-        wait_for_kernels(self._kernels, task)
+        wait_for_kernels(self._found(), task)
         with ExitStack() as stack:
             files = stack.enter_context(FileCalls(spec.model, task.cancelled))
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
@@ -326,7 +339,7 @@ def _in_background(work: Callable[[], object]) -> Future[None]:
         try:
             work()
             future.set_result(None)
-        except BaseException as error:  # reported by every load; ignored, it would leave the engine on the slow path
+        except BaseException as error:  # reported by loads; ignored, it would leave the engine on the slow path
             future.set_exception(error)
 
     Thread(target=run, name="kernels").start()

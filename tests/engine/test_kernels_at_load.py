@@ -5,6 +5,7 @@ be cancelled. If the look-up fails, so does the load.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,28 @@ def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cpu_backend, "CpuOps", broken)
     with pytest.raises(RuntimeError, match="kernels: no compiler"):
         load(make_runner(make_memory()), folder)
+
+
+def test_what_kept_kernels_from_being_found_may_be_mended(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that was full as the engine started, or memory that it lacked then, is no reason to refuse all loads for its life."""
+    num_looked = 0
+
+    def full_at_first(cache_dir: str, **options: Any) -> CpuOps:
+        nonlocal num_looked
+        num_looked += 1
+        if num_looked == 1:
+            raise OSError("No space left on device")
+        return CpuOps(cache_dir, **options)
+
+    monkeypatch.setattr(cpu_backend, "CpuOps", full_at_first)
+    runner = make_runner(make_memory())
+    wait([runner._kernels])
+    for _ in range(2):
+        load(runner, folder).release()
+    assert num_looked == 2
+    assert "kernels are looked for again: OSError: No space left on device" in caplog.text
 
 
 def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
