@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -141,9 +141,13 @@ class CaptureSpace:
         with _recording, torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads load and copy meanwhile
             try:
-                return work()
-            finally:
-                graph.capture_end()
+                result = work()
+            except BaseException:
+                with suppress(RuntimeError):  # that an error has made the capture invalid; the error itself tells why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            return result
 
 
 _space: CaptureSpace | None = None

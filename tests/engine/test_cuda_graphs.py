@@ -148,6 +148,37 @@ def test_a_graph_that_the_driver_has_no_memory_to_make_is_refused_for_a_while(
     assert list(model.graphs.captured) == [4]
 
 
+def test_a_capture_that_finds_no_memory_and_cannot_be_ended_is_refused(
+    tmp_path: Path, stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that fails within a capture may make it invalid, and the driver tells of that alone as the capture ends."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+    assert model.capture(1) == 1
+    step, begin, is_capturing = model.graphs._step, StandInGraph.capture_begin, False
+
+    def begins(graph: StandInGraph, pool: Any, capture_error_mode: str) -> None:
+        nonlocal is_capturing
+        begin(graph, pool, capture_error_mode)
+        is_capturing = True
+
+    def refuse(columns: Any) -> Any:
+        if is_capturing:
+            raise REFUSALS[1]
+        return step(columns)
+
+    def end(graph: StandInGraph) -> None:
+        nonlocal is_capturing
+        is_capturing = False
+        raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+    model.graphs._step = refuse
+    monkeypatch.setattr(StandInGraph, "capture_begin", begins)
+    monkeypatch.setattr(StandInGraph, "capture_end", end)
+    assert model.capture(4) == 0
+    assert model.graphs.is_refused(4)
+
+
 def test_a_refused_graph_is_tried_again_later(
     tmp_path: Path, stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
