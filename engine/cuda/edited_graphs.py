@@ -148,7 +148,7 @@ class EditedGraphs(StepGraphs[int]):
         torch.index_select(hidden, 0, inputs[:size], out=graph.outputs.hidden)
         if drawn is not None:
             memory.drawn[:, : drawn.shape[1]].copy_(drawn)
-        graph.graph.replay()
+        self._replay(size, graph)
         return memory
 
     def columns(

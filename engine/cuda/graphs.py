@@ -210,8 +210,19 @@ class StepGraphs(Generic[Size]):
         self._started(size, columns)
         graph = self.captured[size]
         with self._replaying():
-            graph.graph.replay()
+            self._replay(size, graph)
         return graph.outputs
+
+    def _replay(self, size: Size, graph: StepGraph) -> None:
+        """Replays a captured graph. If the driver has no memory for that, drops the graph and refuses its size for a while, so that
+        only this step fails."""
+        try:
+            graph.graph.replay()
+        except RuntimeError as error:
+            if lacks_memory(error):
+                self.drop_size(size)
+                self._refuse(size, error)
+            raise
 
     def _started(self, size: Size, columns: Mapping[str, Any]) -> Tensor:
         """Launches the copy of a step's input columns to the inputs of the graph of this size, and returns the memory of these
@@ -235,15 +246,19 @@ class StepGraphs(Generic[Size]):
             except RuntimeError as error:
                 if not lacks_memory(error):
                     raise
-                why = str(error).partition("\n")[0]
+                why = str(error)
             else:
                 self._refused.pop(size, None)
                 return True
+        self._refuse(size, why)
+        return False
+
+    def _refuse(self, size: Size, why: object) -> None:
+        """Records that there was no memory for the graph of this size, which is not to be captured for a while. why: the error."""
         before = self._refused.get(size)
         wait_s = RETRY_S if before is None else min(2 * before.wait_s, LONGEST_RETRY_S)
         self._refused[size] = _Refusal(time.monotonic() + wait_s, wait_s)
-        log.warning("steps of %s have no graph for %.0f s: %s", self._named(size), wait_s, why)
-        return False
+        log.warning("steps of %s have no graph for %.0f s: %s", self._named(size), wait_s, str(why).partition("\n")[0])
 
     def drop(self) -> None:
         """Drops all graphs of this model and kind of step. May be called in any thread."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.contracts.steps import NoWorkSpace
 from engine.cuda import graphs
 from engine.cuda.graphs import graph_rows
 from engine.cuda.model import CudaModel
@@ -177,6 +178,25 @@ def test_a_capture_that_finds_no_memory_and_cannot_be_ended_is_refused(
     monkeypatch.setattr(StandInGraph, "capture_end", end)
     assert model.capture(4) == 0
     assert model.graphs.is_refused(4)
+
+
+def test_a_graph_that_finds_no_memory_as_it_is_replayed_fails_one_step(
+    tmp_path: Path, stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    plain = decoded(load_cuda_model(tmp_path), 3, 1)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+    remember_steps(model)
+    assert model.capture(4) == 4
+
+    def refuse(graph: StandInGraph) -> None:
+        raise REFUSALS[1]
+
+    monkeypatch.setattr(StandInGraph, "replay", refuse)
+    with pytest.raises(NoWorkSpace, match="out of memory"):
+        decoded(model, 3, 1)
+    assert not model.graphs.captured
+    assert decoded(model, 3, 1) == plain
 
 
 def test_a_refused_graph_is_tried_again_later(
