@@ -138,12 +138,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         handover = Handover(socket.socket(fileno=options.handover_fd)) if options.handover_fd >= 0 else None
         engine = make_engine(channel, journal, first, tier, handover, membership)
     except Exception as error:
-        return _fault(channel, "no_memory" if isinstance(error, MemoryError) else "fault", error)
+        return _fault(channel, _kind_at_start(error), error)
     try:
         engine.run(rest)
     except Exception as error:
         return _fault(channel, "fault", error)
     return 0
+
+
+def _kind_at_start(error: Exception) -> str:
+    """Returns the kind (EngineFault.kind) of an error with which an engine could not start. On a GPU that others have filled, torch
+    finds no room for the CUDA context, and raises a RuntimeError before any chunk is allocated."""
+    return "no_memory" if isinstance(error, MemoryError) or "out of memory" in str(error).lower() else "fault"
 
 
 def _fault(channel: Channel, kind: str, error: Exception) -> int:

@@ -33,3 +33,16 @@ def test_a_traceback_is_logged_where_it_says_something(
     assert record.getMessage() == f"engine fault: {first_line}"
     assert bool(record.exc_info) == has_traceback
     assert sent == [EngineFault("fault", f"{type(error).__name__}: {first_line}")]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"), "no_memory"),
+        (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the documentation."), "no_memory"),
+        (RuntimeError("CUDA error: no CUDA-capable device is detected"), "fault"),
+    ],
+)
+def test_a_gpu_that_others_have_filled_is_told_of_by_who_fills_it(error: Exception, kind: str) -> None:
+    """The daemon names the processes that hold a GPU's memory where an engine lacked some at its start, its context included."""
+    assert main._kind_at_start(error) == kind
