@@ -21,8 +21,9 @@ class Collectives(Protocol):
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
         """Prepares faster ways of some exchanges (memory that the GPUs map from each other, for example), if all ranks can use
-        them. All ranks call it once, before their first exchange. agreed: a function that all ranks call together, each with a
-        bool; it returns whether all have passed True. `join` raises what `agreed` raises."""
+        them, and tests them. All ranks call it once, before the first step. Once it returns or raises, the device has ended every
+        exchange that it has launched in these ways. agreed: a function that all ranks call together, each with a bool; it returns
+        whether all have passed True. `join` raises what `agreed` raises."""
         ...
 
     def sum(self, x: Tensor) -> None:

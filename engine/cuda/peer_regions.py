@@ -27,7 +27,7 @@ class DeviceRegions:
 
     def __init__(self, size: int) -> None:
         index = torch.cuda.current_device()
-        self._device, self._stream = torch.device("cuda", index), torch.cuda.current_stream()
+        self._device = torch.device("cuda", index)
         self._context = call_driver(driver.cuCtxGetCurrent)
         wanted, self._access, granularity = allocations(index, exportable=True)
         self.num_bytes = -(-REGION_BYTES // granularity) * granularity
@@ -39,7 +39,7 @@ class DeviceRegions:
             # torch asks which device the first address belongs to, so this rank's memory must come first
             self.all = torch.as_tensor(DeviceBytes(self._address, self._range_bytes), device=self._device).view(size, -1)
             self.all[0].zero_()
-            self._stream.synchronize()
+            torch.cuda.current_stream().synchronize()
         except BaseException:
             self._drop()
             raise
@@ -51,12 +51,15 @@ class DeviceRegions:
         self._enter()
         self._map(step, call_driver(driver.cuMemImportFromShareableHandle, handle, FILE_DESCRIPTOR))
 
+    def wait_for_steps(self) -> None:
+        self._enter()
+        # Not for the stream of loads: another group's load may wait there in an exchange, for a rank that waits for this engine.
+        launched = torch.cuda.Event(blocking=True)
+        launched.record(torch.cuda.default_stream(self._device))
+        launched.synchronize()
+
     def close(self) -> None:
         self._enter()
-        for stream in (self._stream, torch.cuda.default_stream(self._device)):
-            launched = torch.cuda.Event(blocking=True)
-            launched.record(stream)
-            launched.synchronize()
         self._drop()
 
     def _map(self, step: int, handle: Any) -> None:

@@ -45,8 +45,12 @@ class Regions(Protocol):
         rank. Raises RuntimeError if this device does not reach that memory."""
         ...
 
+    def wait_for_steps(self) -> None:
+        """Waits until the device has ended the steps launched so far. Called in any thread."""
+        ...
+
     def close(self) -> None:
-        """Waits for everything launched so far, then unmaps and frees all regions. Called in any thread."""
+        """Unmaps and frees all regions, which no sum uses any more. Called in any thread."""
         ...
 
 
@@ -141,9 +145,11 @@ class PeerGroup:
         self.drop()
 
     def drop(self) -> None:
-        """Frees the ranks' memory, once everything that was launched has ended."""
+        """Frees the ranks' memory, once the steps that were launched have ended."""
         self._stop[0] = 1
         with self._lock:
+            if self.is_joined and self._regions is not None:  # before that no step has summed, and a load waits for no step
+                self._regions.wait_for_steps()
             self._give_up()
 
     def _do(self, step: Callable[[], None]) -> None:

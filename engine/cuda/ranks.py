@@ -124,8 +124,10 @@ def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broke
         collectives.release()
         raise
     try:
-        collectives.join(lambda is_so: ranks.all_agree(is_so, device))
         _try(ranks, device)
+        # The trial comes before `join`: after that only steps exchange through the memory that `join` has prepared. So whoever
+        # gives the memory up waits for steps alone, and not for the stream of loads, where other groups may exchange by then.
+        collectives.join(lambda is_so: ranks.all_agree(is_so, device))
     except BaseException:
         ranks.close()
         raise

@@ -281,7 +281,7 @@ def connected(halves: Halves) -> DeviceRanks:
 def test_each_kind_of_exchange_is_tried_before_the_first_step() -> None:
     halves = Halves()
     connected(halves).close()
-    assert halves.calls[:4] == ["join", "first", "sum", "gather"]
+    assert halves.calls[:4] == ["first", "sum", "gather", "join"]
     wrong = Halves(factor=3.0)
     with pytest.raises(RuntimeError, match="rank 0 of 2: an exchange between the group's devices gave wrong numbers"):
         connected(wrong)

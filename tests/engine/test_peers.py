@@ -269,6 +269,7 @@ def fall_back(own: Rank, group_id: bytes, kind: str) -> tuple[bool, str, float]:
     kinds: dict[str, Any] = {"unreachable": Unreachable, "apart": Apart, "without": Without}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "TRIAL_LIMIT_S", 0.5)
+        patch.setattr(SharedRegions, "wait_for_steps", lambda self: pytest.fail("a load waits for a step"))
         if own.rank == 1 and kind == "disabled":
             patch.setenv("NCCL_P2P_DISABLE", "1")
         if own.rank == 1 and kind == "no descriptors":

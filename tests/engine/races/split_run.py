@@ -345,8 +345,7 @@ class OtherEngine:
             hosted: Any = self._backend.split_model(life.spec, SHAPE, weights, memory, region)  # type: ignore[arg-type]
             life.share = RacingShare(hosted, region)
         except (GroupBroken, nccl.NcclError):
-            # as the daemon does once it learns of it, whatever the first engine's loop waits for: that engine's load may wait in an
-            # exchange, and a group that the loop has ended waits for the same stream
+            # as the daemon does once it learns of it: the first engine's load may wait in an exchange
             self._run.other_exchange.break_group(life.spec.group.region_offset)
         finally:
             life.has_ended = True
