@@ -289,4 +289,4 @@ def test_a_broken_keys_file_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text("[tenants.a]\nkeys = [1]\n")
     result = hearthd("--models", str(tmp_path), "--keys-file", str(tmp_path / "keys.toml"))
     assert result.returncode == 2
-    assert result.stderr.startswith(f"hearthd: {tmp_path}/keys.toml:2: tenants.a.keys: number 1, 1, must be")
+    assert result.stderr.startswith(f"hearthd: {tmp_path}/keys.toml:2: tenants.a.keys: number 1, a value that is no text, must be")
