@@ -1,9 +1,10 @@
-"""Defines the memory through which the engines of a node run models that are split over several devices.
+"""Defines the exchange memory: the memory that the engines of a node share to run models that are split over several devices.
 
-It is one memfd that the daemon makes: a queue for each engine, then regions, one for each group of devices that shares a model. To
-start a step, the engine that leads a group (rank 0) appends the offset of the group's region as an entry to the queues of all
-members, its own included, while it holds a lock of the node. Every engine runs the steps in its queue strictly in order. So all
-engines run the steps that they share in the same order, and overlapping groups cannot wait for each other.
+It is one memfd that the daemon makes. It holds a queue for each engine, then regions, one for each split model. The engines of one
+split model are a group, and each of them is a member of it. To start a step, the engine of rank 0, the leader, appends the offset
+of the model's region as an entry to the queues of all members, its own included, while it holds a lock of the node. Every engine
+runs the steps in its queue strictly in order. So all engines run the steps that they share in the same order, and groups with
+engines in common cannot wait for each other.
 
 Readers need no lock: an entry counts once the queue's count of entries has been raised, which an append does last. If the holder of
 the lock dies, the kernel frees the lock."""
@@ -47,13 +48,14 @@ _QUEUE_BYTES = _pages(8 * (_RING + QUEUE_ENTRIES))
 
 
 def first_region(num_engines: int) -> int:
-    """Returns the first offset (bytes) in the exchange memory at which a region may begin, behind the queues of num_engines
-    engines. Each region begins at a multiple of PAGE_BYTES."""
+    """Returns the first offset (bytes) in the engines' shared memory at which a region (the part for one split model) may begin,
+    behind the queues of num_engines engines. Each region begins at a multiple of PAGE_BYTES."""
     return PAGE_BYTES + num_engines * _QUEUE_BYTES
 
 
 def make_exchange(num_engines: int) -> int:
-    """Returns the descriptor of a new exchange memory for engines 0 to num_engines - 1. It has no regions yet."""
+    """Makes the memory that engines 0 to num_engines - 1 share to run split models, and returns its descriptor. It has no regions
+    (parts for single models) yet."""
     fd = os.memfd_create("hearthd-exchange", os.MFD_CLOEXEC)
     os.ftruncate(fd, first_region(num_engines))
     os.pwrite(fd, struct.pack("<qq", _MAGIC, num_engines), 0)
@@ -64,8 +66,8 @@ def make_exchange(num_engines: int) -> int:
 
 
 class RegionArray(NamedTuple):
-    """The place of one array in a group's region of the exchange memory. begin: the offset of its first byte in the region. code:
-    its item type, as a code of the struct module, which numpy understands as well."""
+    """The place of one array in the region of a split model (its part of the engines' shared memory). begin: the offset of its
+    first byte in the region. code: its item type, as a code of the struct module, which numpy understands as well."""
 
     begin: int
     code: str
@@ -113,7 +115,7 @@ class GroupForm(NamedTuple):
 
 
 class RegionSizes(NamedTuple):
-    """The numbers that determine the size of a group's region.
+    """The numbers that determine the size of the region of a split model (its part of the engines' shared memory).
     num_ranks: number of devices.
     max_sequences: most sequences of the model that run at a time.
     max_model_len: most tokens of one sequence.
@@ -134,13 +136,14 @@ class RegionSizes(NamedTuple):
 
 
 def plan_bytes(num_rows: int) -> int:
-    """Returns how many bytes of a region the plan of a step takes, for at most num_rows rows (engine/memory/shared_plans.py)."""
+    """Returns how many bytes the plan of a step takes in the region of a split model (its part of the engines' shared memory), for
+    at most num_rows rows (engine/memory/shared_plans.py)."""
     return -(-(PLAN_HEAD_BYTES + num_rows * PLAN_ROW_BYTES) // LINE_BYTES) * LINE_BYTES
 
 
 def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
-    """Returns the places of a region's arrays by name, and the size of the whole region in bytes, which is a multiple of
-    PAGE_BYTES."""
+    """Returns the places of the arrays in the region of a split model (its part of the engines' shared memory), by name, and the
+    size of the whole region in bytes, which is a multiple of PAGE_BYTES."""
     rows, blocks, num_stages = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens), sizes.num_stages
     stage_size = sizes.num_ranks // num_stages
     arrays: list[tuple[str, str, tuple[int, ...]]] = [
@@ -166,7 +169,8 @@ def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
 
 
 def region_bytes(sizes: RegionSizes) -> int:
-    """Returns the bytes of a group's region, a multiple of PAGE_BYTES. Pages that nobody touches take no memory."""
+    """Returns the bytes of the region of a split model (its part of the engines' shared memory), a multiple of PAGE_BYTES. Pages
+    that nobody touches take no memory."""
     return region_layout(sizes)[1]
 
 
@@ -174,8 +178,8 @@ def region_bytes(sizes: RegionSizes) -> int:
 
 
 class Membership(NamedTuple):
-    """One engine's access to the exchange memory. number: the engine's number among the engines of the node. doorbell: the eventfd
-    that wakes this engine."""
+    """One engine's access to the memory that engines share to run split models. number: the engine's number among the engines of
+    the node. doorbell: the eventfd that wakes this engine."""
 
     exchange: Exchange
     number: int
@@ -183,12 +187,13 @@ class Membership(NamedTuple):
 
 
 class ExchangeFull(Exception):
-    """Raised by Exchange.post and Poster.post if a member's queue is full: its engine has not taken any of the last QUEUE_ENTRIES
-    entries. Nothing was posted to any queue."""
+    """Raised when a step of a split model is posted (Exchange.post, Poster.post) and the queue of one of the model's engines is
+    full: that engine has not taken any of the last QUEUE_ENTRIES entries. Nothing was posted to any queue."""
 
 
 class Exchange:
-    """One process's view of the exchange memory. Methods name an engine by its number, and a group's region by its offset in bytes.
+    """One process's view of the exchange memory, which engines share to run split models. Methods name an engine by its number, and
+    a split model by the offset in bytes of its region (its part of the memory).
     fd: the memfd; the caller still owns it and closes it.
     doorbells: for each engine the eventfd that wakes it; () for a process that posts nothing.
     Raises ValueError if fd is not an exchange memory, or if the doorbells are not one for each engine.
@@ -219,9 +224,10 @@ class Exchange:
         return self._lock
 
     def post(self, members: Sequence[int], region: int) -> bool:
-        """Appends one entry, the offset of a group's region, to the queue of each member of the group, so that all of them run the
-        group's next step, and returns True. Returns False, and posts nothing, if the group is broken. Raises ExchangeFull if a
-        queue is full. members: the engines' numbers, the caller's first."""
+        """Starts the next step of a split model: appends an entry, the offset of the model's region (its part of the shared
+        memory), to the queue of each of its engines. Returns True. Returns False, and posts nothing, if the model is broken (has
+        lost a device, or an engine has left). Raises ExchangeFull if a queue is full. members: the engines' numbers, the caller's
+        first."""
         return Poster(self, members, region).post()
 
     def queue(self, number: int) -> EngineQueue:
@@ -229,8 +235,9 @@ class Exchange:
         return EngineQueue(self, number)
 
     def leave(self, number: int, region: int) -> None:
-        """Ends an engine's membership in a group: breaks the group, so that nobody posts to it any more, and removes the group's
-        entries from the engine's queue. Once all members have left or died, another group may get the region."""
+        """Ends an engine's part in a split model: marks the model as broken, so that nobody posts steps of it any more, and removes
+        its entries from the engine's queue. Once all engines of the model have left or died, another model may get the region (part
+        of the shared memory)."""
         words, queue = self._words, self._queue(number)
         with self.locked():
             self.break_group(region)
@@ -251,17 +258,18 @@ class Exchange:
             os.eventfd_write(self._doorbells[number], 1)
 
     def break_group(self, region: int) -> None:
-        """Marks the group of a region as broken, because it has lost a device or a member leaves. Members that wait in one of the
-        group's steps stop waiting. Only `clear` ends this state."""
+        """Marks the split model of a region (part of the shared memory) as broken, because it has lost a device or one of its
+        engines leaves. Engines that wait in one of the model's steps stop waiting. Only `clear` ends this state."""
         os.pwrite(self.fd, _word.pack(1), region)
 
     def is_broken(self, region: int) -> bool:
         return any(os.pread(self.fd, _word.size, region))
 
     def clear(self, region: int, num_bytes: int) -> None:
-        """Returns a region's memory to the system, so that the region reads as zeros afterwards; extends the exchange memory to the
-        region's end if it is shorter. The daemon calls it before a group gets the region, and when all members have left. Raises
-        ValueError if no region can begin at this offset or have this size."""
+        """Returns the memory of a region (the part for one split model) to the system, so that the region reads as zeros
+        afterwards; extends the exchange memory to the region's end if it is shorter. The daemon calls it before a model gets the
+        region, and when all engines of the model have left. Raises ValueError if no region can begin at this offset or have this
+        size."""
         if region < first_region(self.num_engines) or region % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise ValueError(f"region {region} of {num_bytes} bytes is none of the exchange memory's")
         if os.fstat(self.fd).st_size < region + num_bytes:
@@ -281,8 +289,11 @@ class Exchange:
 
 
 class EngineQueue:
-    """The queue of one engine in the exchange memory, for the thread that takes entries from it. number: the engine's number. An
-    entry is the offset of a group's region: the engine is to run that group's next step."""
+    """The queue of the steps of split models that one engine is to run, in the memory that the engines share. Used only by the
+    thread that takes entries from the queue. number: the engine's number.
+
+    An entry is the offset, in that memory, of the region (part) of one split model. It says that the engine is to run its share of
+    that model's next step."""
 
     def __init__(self, exchange: Exchange, number: int) -> None:
         self.number, self._words, self._fence = number, exchange._words, MemoryFence()
@@ -290,9 +301,9 @@ class EngineQueue:
         self._taken, self._ring = begin + _TAKEN, begin + _RING
 
     def take(self, but: Container[int] = ()) -> int | None:
-        """Removes the next entry from the queue and returns it: the offset of the region of the group whose step is to run. Returns
-        None if there is no entry, or if the next entry is in `but`; that entry stays in the queue. Entries of groups that the
-        engine has left are skipped."""
+        """Removes the next entry from the queue and returns it: the offset of the region (part of the shared memory) of the split
+        model whose step is to run. Returns None if there is no entry, or if the next entry is in `but`; that entry stays in the
+        queue. Entries of models that the engine has left are skipped."""
         words = self._words
         while (tail := words[self._taken]) < words[self._posted]:
             self._fence.order()
@@ -305,8 +316,9 @@ class EngineQueue:
         return None
 
     def first(self) -> int | None:
-        """Returns the region of the queue's next entry, and leaves the entry in the queue. Returns None if there is none. Entries
-        of groups that the engine has left are skipped."""
+        """Returns the queue's next entry, and leaves it in the queue: the offset of the region (part of the shared memory) of the
+        split model whose step is to run. Returns None if there is no entry. Entries of models that the engine has left are
+        skipped."""
         words, at = self._words, self._words[self._taken]
         while at < words[self._posted]:
             self._fence.order()
@@ -317,7 +329,7 @@ class EngineQueue:
         return None
 
     def has_entries(self) -> bool:
-        """Returns whether the queue has entries, including those of groups that the engine has left, which `take` skips."""
+        """Returns whether the queue has entries, including those of split models that the engine has left, which `take` skips."""
         return bool(self._words[self._taken] != self._words[self._posted])
 
     def comes_within(self, most_s: float) -> bool:
@@ -332,11 +344,11 @@ class EngineQueue:
 
 
 class Poster:
-    """Posts the steps of one group to its members' queues. members: the numbers of the group's engines, the caller's first. region:
-    the offset of the group's region in bytes. broken: the region's first word, if the caller has mapped the region, which saves a
-    system call for each post; None: the word is read from the memfd.
+    """Posts the steps of one split model to the queues of its engines. members: the numbers of these engines, the caller's first.
+    region: the offset in bytes of the model's region (its part of the shared memory). broken: the region's first word, if the
+    caller has mapped the region, which saves a system call for each post; None: the word is read from the memfd.
 
-    Everything that depends on the group alone is computed once, in advance, because a leader's next step cannot start before its
+    Everything that depends on the model alone is computed once, in advance, because the model's next step cannot start before its
     post has ended."""
 
     def __init__(self, exchange: Exchange, members: Sequence[int], region: int, broken: memoryview | None = None) -> None:
@@ -346,9 +358,10 @@ class Poster:
         self._taken = [0] * len(self._queues)  # by member: number of entries that it had taken when last asked
 
     def post(self) -> bool:
-        """Appends the region to the queues of the group's members, and rings the doorbells of all but the caller. An engine that
-        takes the entry sees everything that this thread wrote before. Returns True; returns False, and posts nothing, if the group
-        is broken. Raises ExchangeFull if a queue is full."""
+        """Starts the split model's next step: appends the offset of its region to the queues of its engines, and rings the
+        doorbells of all but the caller. An engine that takes the entry sees everything that this thread wrote before. Returns True;
+        returns False, and posts nothing, if the model is broken (has lost a device, or an engine has left). Raises ExchangeFull if
+        a queue is full."""
         words, queues = self._words, self._queues
         with self._lock:
             if self._exchange.is_broken(self._region) if self._broken is None else self._broken[0]:
@@ -370,8 +383,8 @@ class Poster:
 
 
 class _NodeLock:
-    """A context manager that holds the node's lock, which excludes all other threads and processes that use the exchange memory
-    `fd`."""
+    """A context manager that holds the node's lock, which excludes all other threads and processes that use the engines' shared
+    memory `fd`."""
 
     def __init__(self, fd: int) -> None:
         # flock belongs to the open file description, and all processes share that of `fd`

@@ -100,10 +100,9 @@ MTP, EAGLE3 = "mtp", "eagle3"
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """One device's share of a model that is split over several devices (tensor, expert or pipeline parallelism).
-    rank: this device's rank among them; rank 0 decides what each step computes.
-    members: by rank, the engine's number in the exchange memory (engine/exchange.py).
-    region_offset, region_bytes: the part of the exchange memory that belongs to the group until all its members have answered
-    EvictModel.
+    rank: this device's index among the model's devices; rank 0 decides what each step computes.
+    members: by rank, the number of the device's engine in the memory that engines share (engine/exchange.py).
+    region_offset, region_bytes: the part of that memory that belongs to the model until all its engines have answered EvictModel.
     expert_parts, num_stages, copies: how the experts are divided, the number of pipeline stages, and the experts with several
     copies, as in loader.shapes.model_shape.Division.
     handed_bytes: bytes of the states that a step passes from stage to stage.

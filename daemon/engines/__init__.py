@@ -1,1 +1,1 @@
-"""The engine processes: their start, watch, restart, and what they report."""
+"""Starts, watches and restarts the engine processes, and receives their reports."""

@@ -37,7 +37,7 @@ class EngineEvents:
         self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels, regions: Regions | None = None
     ) -> None:
         """budgets: device -> the bytes of its budget. kernels: receives the engines' reports on compiling kernels. regions: the
-        exchange memory of split models; None if no model can be split over devices."""
+        memory that engines share to run split models; None if no model can be split over devices."""
         self._kernels = kernels
         self.groups = Groups(dispatcher.send, dispatcher.lease_of, dispatcher.config.block_tokens, regions, self._answered)
         dispatcher.groups = self.groups

@@ -1,8 +1,10 @@
-"""The daemon's side of the exchange memory, through which the engines of a split model communicate (engine/exchange.py).
+"""Creates and manages the exchange memory: the memory that engines share to run models that are split over several devices
+(engine/exchange.py).
 
-The daemon owns the memory and the doorbells (eventfds that wake an engine), so they outlive every engine. It numbers the engines,
-gives each group (the engines of one split model) a region of the memory for as long as a member may use it, and marks a group as
-broken when a member has ended. A new daemon makes a new memory, because its engines are new as well.
+The daemon owns the memory and the doorbells (eventfds that wake an engine), so they outlive every engine. It numbers the engines.
+The engines of one split model are a group; the daemon gives each group a region (a part of the memory) for as long as one of its
+engines may use it, and marks the group as broken when one of its engines has ended. A new daemon makes a new memory, because its
+engines are new as well.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ MOST_BYTES = 1 << 40  # address space for regions; memory is only used for pages
 
 
 class ExchangeMemory:
-    """The exchange memory for the engines of `devices`, numbered in the order of `devices`. fd: the memory's descriptor. doorbells:
-    one eventfd for each engine, by its number. Raises OSError if the memory or an eventfd cannot be made."""
+    """The exchange memory, which the engines of `devices` share to run split models. The engines are numbered in the order of
+    `devices`. fd: the memory's descriptor. doorbells: one eventfd for each engine, by its number. Raises OSError if the memory or
+    an eventfd cannot be made."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._numbers = {device: number for number, device in enumerate(devices)}
@@ -51,8 +54,8 @@ class ExchangeMemory:
         return told, [self.fd, *self.doorbells]
 
     def allocate(self, num_bytes: int) -> int:
-        """Takes a region of num_bytes for the engines of a split model and returns its offset in the memory; the region's bytes are
-        zero. Raises OSError if there is no room left."""
+        """Takes a region of num_bytes bytes for the engines of a split model and returns its offset in the memory; the region's
+        bytes are zero. Raises OSError if there is no room left."""
         offset = self._begin
         for begin, end in sorted(self._taken.items()):
             if begin - offset >= num_bytes:
@@ -65,7 +68,8 @@ class ExchangeMemory:
         return offset
 
     def free(self, offset: int) -> None:
-        """Frees the region at `offset`, for other groups to use. No engine may use it any more."""
+        """Frees the region (part of the memory) that begins at `offset`, so that another split model can get it. No engine may use
+        it any more."""
         end = self._taken.pop(offset)
         self._exchange.clear(offset, end - offset)
 
@@ -74,8 +78,9 @@ class ExchangeMemory:
 
 
 def exchange_memory(devices: Sequence[DeviceBudget]) -> ExchangeMemory | None:
-    """Returns an exchange memory for the devices over which models may be split, or None if there are none. These are all devices
-    of a kind (cpu or cuda) of which there are at least two devices, or a device of another host."""
+    """Returns the memory that engines share to run split models, or None if no model can be split over `devices`. Models can be
+    split over the devices of one kind (cpu or cuda) if there are at least two of that kind, or if one of them belongs to another
+    host."""
     there = by_kind(device.name for device in devices if not device.model)
     names = [name for of_kind in there.values() if len(of_kind) > 1 or any(map(host_of, of_kind)) for name in of_kind]
     return ExchangeMemory(names) if names else None

@@ -1,10 +1,10 @@
-"""Connects the node scheduler, which treats a model that is split over several devices as one placement, with the engines, each of
-which loads and evicts its own share.
+"""Loads and evicts models that are split over several devices. The node scheduler treats such a model as one placement, but each
+engine loads and evicts its own share of it.
 
-The engines (members) of one split model are a group. A Load becomes a LoadModel for each member, an Evict an EvictModel, and the
-members' answers become one answer. If one member fails to load, the others evict their shares before the failure is reported. A
-member that has died is not waited for. If the model will be loaded again, because a member has died or could not load, the other
-members leave their weights in memory.
+The engines of one split model are a group, and each of them is a member of it. A Load becomes a LoadModel for each member, an Evict
+an EvictModel, and the members' answers become one answer. If one member fails to load, the others evict their shares before the
+failure is reported. A member that has died is not waited for. If the model will be loaded again, because a member has died or could
+not load, the other members leave their weights in memory.
 
 A member must never wait for a member that does not take part in the step any more. So the group is marked as broken as soon as a
 member has died, and before any member is told to evict its share. Results of a broken group are never used: its requests run again.
@@ -55,10 +55,11 @@ class _Phase(Enum):
 
 @dataclass(slots=True)
 class _Group:
-    """One placement of a split model. devices: its members, by rank. region_offset: where its region in the exchange memory begins.
+    """One placement of a split model, with the engines that hold its shares: its members. devices: the members' devices, by rank.
+    region_offset: where the model's region begins in the memory that engines share.
 
-    holding: the members that may still use the group's region. leaving: the members in `holding` that were told to evict their
-    share (the part of the model on their device) and have not answered.
+    holding: the members that may still use the region. leaving: the members in `holding` that were told to evict their share (the
+    part of the model on their device) and have not answered.
 
     loaded: device -> the member's LoadDone. progress: device -> the member's last LoadProgress. failure: the device of the first
     member that could not load, and its LoadFailed."""
@@ -76,16 +77,18 @@ class _Group:
 
     @property
     def name(self) -> str:
-        """The joined names of the group's devices. It identifies the placement, as the device's name does for a model that is not
-        split."""
+        """The joined names of the devices that hold the split model. It identifies the placement, as the device's name does for a
+        model that is not split."""
         return joined(self.devices)
 
 
 class Groups:
-    """All placements of split models. send: passes a message to a device's engine. lease_of: returns the lease, in chunks, that was
-    last sent to a device's engine. block_tokens: tokens in a KV block. regions: allocates regions of the exchange memory; None if
-    the node has no devices to split a model over. tell: called with (devices, answer) for the scheduler: the joined names of a
-    group's devices and their joint answer, or the name of one device and its LoadFailed."""
+    """Loads and evicts all split models. The engines that hold the shares of one of them are a group.
+
+    send: passes a message to a device's engine. lease_of: returns the lease, in chunks, that was last sent to a device's engine.
+    block_tokens: tokens in a KV block. regions: allocates, for each group, a region of the memory that engines share; None if the
+    node has no devices to split a model over. tell: called with (devices, answer) for the scheduler: the joined names of a group's
+    devices and their joint answer, or the name of one device and its LoadFailed."""
 
     def __init__(
         self,
@@ -114,9 +117,10 @@ class Groups:
     # ---- what the scheduler wants
 
     def load(self, action: actions.Load, message: LoadModel, form: GroupForm) -> None:
-        """Makes the group of a split model and sends each member its LoadModel. action: the scheduler's decision, with the lease of
-        each device. message: the message for one member, to which its lease, its part of the host tier's slots and its place in
-        the group are added. form: how the model is divided. Raises OSError if there is no exchange memory, or no room in it."""
+        """Starts the load of a split model: sends a LoadModel to the engine of each of its devices (the members of its group).
+        action: the scheduler's decision, with the lease of each device. message: the message for one member, to which its lease,
+        its part of the host tier's slots and its place in the group are added. form: how the model is divided. Raises OSError if
+        there is no memory that engines share, or no room in it."""
         if self._regions is None:
             raise OSError("this node has no two devices of one kind to split a model over")
         leases = action.leases
@@ -143,7 +147,7 @@ class Groups:
             self._send(device, of_member)
 
     def evict(self, action: actions.Evict) -> None:
-        """Carries out the scheduler's decision to evict a split model: sends an EvictModel to each member that still holds its
+        """Carries out the scheduler's decision to evict a split model: sends an EvictModel to each engine that still holds its
         share (the part of the model on its device), and new leases to the other devices. Reports Evicted when all have answered, or
         at once if none holds a share. A failure to load that was not reported yet is dropped."""
         leases = action.leases
@@ -164,8 +168,8 @@ class Groups:
     # ---- what engines say
 
     def answer(self, device: str, message: Answer) -> None:
-        """Handles a message from a device's engine about its share of a split model, and reports to the scheduler what all members
-        together have reached. A message that comes too late is ignored."""
+        """Handles a message from a device's engine about its share of a split model, and reports to the scheduler what all engines
+        of the model together have reached. A message that comes too late is ignored."""
         group = self._groups.get(message.placement_id)
         if group is None or device not in group.holding:
             return
@@ -189,9 +193,9 @@ class Groups:
                 pass  # the placement's prompts wait until all shares are loaded
 
     def engine_ended(self, device: str) -> None:
-        """Handles the end of a device's engine process: marks as broken the groups that include the device, so that the other
-        members stop waiting for it. Frees the regions that were kept because the engine had been killed and had not ended
-        (engine_lost)."""
+        """Handles the end of a device's engine process: marks the split models that include the device as broken, so that their
+        other engines stop waiting for it. Frees the regions (parts of the engines' shared memory) that were kept because the engine
+        had been killed and had not ended (engine_lost)."""
         self._break_with(device)
         self._lost.discard(device)
         kept, self._kept_regions = self._kept_regions, []
@@ -199,8 +203,9 @@ class Groups:
             self._free(offset, members & self._lost)
 
     def engine_lost(self, device: str) -> None:
-        """Handles an engine that was killed and does not end: marks its groups as broken. Their regions stay allocated until
-        engine_ended is called, because operations that wait in a driver may still read or write them."""
+        """Handles an engine that was killed and does not end: marks its split models as broken. Their regions (parts of the
+        engines' shared memory) stay allocated until engine_ended is called, because operations that wait in a driver may still read
+        or write them."""
         self._lost.add(device)
         self._break_with(device)
 
@@ -210,10 +215,10 @@ class Groups:
                 self._break(group)
 
     def engine_down(self, device: str) -> list[tuple[str, Answer]]:
-        """Removes a dead engine from its groups, so that its answers are not waited for. Called before the scheduler learns of the
-        death. Returns (devices, answer) for each group whose joint answer is complete without this engine; devices: their joined
-        names. The caller must pass the answers to the scheduler after the death, or the scheduler would place the model on the dead
-        engine again."""
+        """Removes a dead engine from the groups of its split models, so that its answers are not waited for. Called before the
+        scheduler learns of the death. Returns (devices, answer) for each split model whose joint answer is complete without this
+        engine; devices: the joined names of its devices. The caller must pass the answers to the scheduler after the death, or the
+        scheduler would place the model on the dead engine again."""
         self._break_with(device)
         answers = []
         for group in [group for group in self._groups.values() if device in group.holding]:
@@ -237,10 +242,10 @@ class Groups:
         self._close_if_empty(group)
 
     def _leave(self, group: _Group, leases: dict[str, int], comes_back: bool) -> None:
-        """Ends a group: marks it as broken, and sends an EvictModel to each member that still holds its share (the part of the
-        model on its device). leases: device -> its new lease in chunks; devices that are missing keep theirs. comes_back: whether
-        the model will be loaded again soon. If so, members leave its weights in memory until the chunks are used for something
-        else; otherwise they drop the weights."""
+        """Ends a split model: marks its group as broken, and sends an EvictModel to each engine that still holds its share (the
+        part of the model on its device). leases: device -> its new lease in chunks; devices that are missing keep theirs.
+        comes_back: whether the model will be loaded again soon. If so, the engines leave its weights in memory until the chunks are
+        used for something else; otherwise they drop the weights."""
         self._break(group)
         for device in group.devices:
             if device in group.holding and device not in group.leaving:
@@ -253,15 +258,15 @@ class Groups:
         group.leaving.discard(device)
 
     def _close_if_empty(self, group: _Group) -> None:
-        """Closes the group, and reports its final answer to the scheduler, if no member can use the group's region of the exchange
-        memory any more; otherwise does nothing."""
+        """Removes a split model's group, and reports its final answer to the scheduler, if no engine can use the model's region
+        (part of the engines' shared memory) any more; otherwise does nothing."""
         if (answer := self._closed_with(group)) is not None:
             self._tell(*answer)
 
     def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
-        """Closes the group if no member can use its region of the exchange memory any more. Returns the answer that the scheduler
-        must then get, as (joined names of the devices, message). Returns None if a member can still use the region, or if there is
-        nothing to report."""
+        """Removes a split model's group if no engine can use the model's region (part of the engines' shared memory) any more.
+        Returns the answer that the scheduler must then get, as (joined names of the devices, message). Returns None if an engine
+        can still use the region, or if there is nothing to report."""
         if group.holding:
             return None
         assert self._regions is not None
@@ -275,8 +280,8 @@ class Groups:
         return None
 
     def _free(self, offset: int, lost: set[str]) -> None:
-        """Frees a group's region of the exchange memory. offset: where the region begins. lost: the members whose engines were
-        killed and have not ended yet; the region is then freed only when they have ended."""
+        """Frees the region of a split model: its part of the memory that engines share. offset: where the region begins. lost: the
+        devices whose engines were killed and have not ended yet; the region is then freed only when they have ended."""
         assert self._regions is not None
         if lost:
             self._kept_regions.append((offset, lost))
@@ -289,9 +294,9 @@ class Groups:
 
 
 def _sum_of_progress(group: _Group) -> LoadProgress:
-    """Returns the load's progress over all members: the sums of their bytes. A member that waits for its kernels reports
-    bytes_total 0; as long as one does, the result has bytes_total 0, too. A member that has not reported yet is assumed to have as
-    many bytes to load as the largest of the others."""
+    """Returns the progress of a split model's load over all its engines: the sums of their bytes. An engine that waits for its
+    kernels reports bytes_total 0; as long as one does, the result has bytes_total 0, too. An engine that has not reported yet is
+    assumed to have as many bytes to load as the engine that reported the most."""
     told = [one for device, one in group.progress.items() if one.bytes_total or device not in group.loaded]
     if not all(one.bytes_total for one in told):
         return LoadProgress(group.placement_id, 0, 0)
@@ -301,14 +306,14 @@ def _sum_of_progress(group: _Group) -> LoadProgress:
 
 
 def _part(slots: Sequence[int], rank: int, devices: tuple[str, ...]) -> list[int]:
-    """Returns the slots of the host tier that one member of a group uses, out of those granted to the whole model. rank: the
-    member's index in `devices`. devices: the devices of all members."""
+    """Returns the slots of the host tier that one engine of a split model uses, out of those granted to the whole model. rank: the
+    index of the engine's device in `devices`. devices: the devices of the model."""
     num = len(slots) // len(devices)
     return list(slots[rank * num : (rank + 1) * num])
 
 
 def _joined_load(group: _Group) -> LoadDone:
-    """Returns one LoadDone for the whole group: the longest of the members' durations, and the sum of the bytes that they have
+    """Returns one LoadDone for a whole split model: the longest of its engines' durations, and the sum of the bytes that they have
     read."""
     parts = [group.loaded[device] for device in group.devices]
     return LoadDone(

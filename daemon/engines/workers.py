@@ -331,8 +331,8 @@ class EngineWorker:
         return self._kill_reason or await self._why(code), running
 
     def _lose(self, channel: WorkerChannel, journal: mmap.mmap) -> None:
-        """Gives up an engine that was killed and does not end: reports its death, and ignores all its further messages. Its memory
-        and its part in the exchange memory are not used until it has ended."""
+        """Gives up an engine that was killed and does not end: reports its death, and ignores all its further messages. Its device
+        memory, and its queue in the memory that engines share, are not used until it has ended."""
         self._channel, self._journal, self.up = None, None, False
         channel.close()
         if self._ready_timer is not None:

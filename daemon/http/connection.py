@@ -448,7 +448,8 @@ class WholeAnswer(web.StreamResponse):
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Writes the response. A second call does nothing."""
+        """Writes the whole response to the client, and ends it. A second call does nothing. data: ignored; aiohttp's interface has
+        this parameter."""
         answer, self._answer = self._answer, b""
         if answer and self._connection.transport is not None:
             self._connection.transport.write(answer)

@@ -172,9 +172,9 @@ class LentEngine:
         self._channel.sendall(encode(message))
 
     def _begin(self, frame: BeginShare) -> None:
-        """Tells the engine to load its share of a split model (the part on its device), with the model's folder and the region of
-        the exchange memory on this host in place of those on the daemon's host. If that is impossible, reports LoadFailed to the
-        proxy. Raises ValueError if the frame contains no load of a share."""
+        """Tells the engine to load its share of a split model (the part on its device), with this host's model folder and this
+        host's region (the part of the engines' shared memory for the model) in place of those on the daemon's host. If that is
+        impossible, reports LoadFailed to the proxy. Raises ValueError if the frame contains no load of a share."""
         (message,) = FrameReader(ToEngine).feed(frame.message)
         if not isinstance(message, LoadModel) or message.group is None:
             raise ValueError(f"{type(message).__name__} loads no share of a split model")
@@ -214,8 +214,9 @@ class LentEngine:
         return folder, checkpoint.fingerprint
 
     def _leave(self, placement_id: int) -> None:
-        """Ends the engine's use of the exchange memory for a split model, because the engine does not hold its share (the part on
-        its device) any more. placement_id: identifies the load of that share."""
+        """Ends the engine's use of a split model's region (the part of the engines' shared memory for that model), because the
+        engine does not hold its share (the part of the model on its device) any more. placement_id: identifies the load of that
+        share."""
         share = self._shares.pop(placement_id, None)
         if share is None:
             return

@@ -1,5 +1,5 @@
-"""Copies of split models' regions on a host that lends devices. A region is the part of the exchange memory through which the
-engines of a split model share its steps (engine/memory/group_region.py).
+"""Keeps copies of split models' regions on a host that lends devices. A region is the part of the engines' shared memory through
+which the engines of one split model run its steps (engine/memory/group_region.py).
 
 All devices that are lent to one daemon share one copy of a model's region. The proxies of these devices each send every step; the
 first one that arrives is written, and the others are ignored.
@@ -24,8 +24,9 @@ from scheduler.batch.plan import BatchPlan
 
 @dataclass(slots=True)
 class _RegionCopy:
-    """The copy of one split model's region. writer: writes the plans of steps, and the rows of the table of running sequences, to
-    it. holders: numbers of the engines that may use the copy. num_steps: number of steps whose plans have been written to it."""
+    """The copy of one split model's region, the part of the engines' shared memory for that model. writer: writes the plans of
+    steps, and the rows of the table of running sequences, to it. holders: numbers of the engines that may use the copy. num_steps:
+    number of steps whose plans have been written to it."""
 
     writer: GroupRegion
     holders: set[int]
@@ -34,9 +35,9 @@ class _RegionCopy:
 
 
 class LentRegions:
-    """The regions of all models with parts on a lender's devices, in the exchange memory `memory`. Methods may be called by any
-    thread. Their parameter `number` identifies an engine, by its number in the exchange memory; `leader` and `placement_id`
-    identify a model, by the daemon that leads it and by its placement there."""
+    """The regions of all split models with shares on a lender's devices: for each model a part of `memory`, which the engines of
+    this host share. Methods may be called by any thread. Their parameter `number` identifies an engine, by its number in that
+    memory; `leader` and `placement_id` identify a model, by the daemon whose model it is and by its placement there."""
 
     def __init__(self, memory: ExchangeMemory) -> None:
         self.memory = memory
@@ -45,11 +46,11 @@ class LentRegions:
         self._changing = threading.Lock()
 
     def hold(self, leader: str, message: LoadModel, number: int, block_tokens: int) -> tuple[Group, GroupRegion]:
-        """Prepares an engine's load of its share of a split model (the part on its device). Returns (the group: the engines of the
-        model, with the numbers and the region that they have on this host; the model's region), and makes the region unless another
-        engine on this host already uses it. leader: identifies the daemon. message: the load as the daemon sent it. number: the
-        engine's number in the exchange memory. block_tokens: tokens in a KV block. Raises ValueError for a region that does not fit
-        the model, and OSError if there is no room."""
+        """Prepares an engine's load of its share of a split model (the part on its device). Makes the model's region (its part of
+        the engines' shared memory) unless another engine on this host already uses it. Returns (the Group for the engine's
+        LoadModel, with the numbers and the region that the model's engines have on this host; the region). leader: identifies the
+        daemon. message: the load as the daemon sent it. number: the engine's number in the shared memory. block_tokens: tokens in a
+        KV block. Raises ValueError for a region that does not fit the model, and OSError if there is no room."""
         assert message.group is not None
         key, group = (leader, message.placement_id), message.group
         with self._changing:
@@ -68,8 +69,8 @@ class LentRegions:
             return own, region
 
     def leave(self, leader: str, placement_id: int, number: int) -> None:
-        """Ends an engine's use of a model's region, because the engine has evicted its share (the part of the model on its device)
-        or has died. The region is freed when no engine on this host uses it any more."""
+        """Ends an engine's use of a split model's region (the part of the engines' shared memory for that model), because the
+        engine has evicted its share of the model or has died. The region is freed when no engine on this host uses it any more."""
         with self._changing:
             copy = self._copies.get((leader, placement_id))
             if copy is None:
@@ -87,9 +88,9 @@ class LentRegions:
                 self._exchange.break_group(copy.writer.offset)
 
     def post(self, leader: str, step: Step, number: int) -> int:
-        """Appends a step to the queue of steps of the engine `number` here. Before that, writes the step's plan and rows to the
-        model's region, unless the proxy of another engine has sent the same step already. Returns how many tokens the step
-        computes. Raises ValueError for a step that does not follow the last one."""
+        """Appends a step of a split model to the queue of the engine `number` on this host. Before that, writes the step's plan and
+        rows to the model's region (its part of the engines' shared memory), unless the proxy of another engine has sent the same
+        step already. Returns how many tokens the step computes. Raises ValueError for a step that does not follow the last one."""
         copy = self._copies.get((leader, step.placement_id))
         if copy is None:
             return 0  # the share has left meanwhile
@@ -106,9 +107,9 @@ class LentRegions:
         return int(plan.num_new.sum())
 
     def _members(self, group: Group, number: int) -> list[int]:
-        """Returns the numbers of a group's members in the exchange memory of this host, by rank. Only the number of the engine
-        itself (`number`) is real. The other ranks get numbers that no engine on this host has, since a member that does not lead
-        its group never uses them."""
+        """Returns, for each engine of a split model by rank, its number in the shared memory of this host's engines. Only the
+        number of the engine itself (`number`) is real. The other ranks get numbers that no engine on this host has, since only the
+        engine of rank 0, which is on another host, uses them."""
         others = self._exchange.num_engines
         return [number if rank == group.rank else others + rank for rank in range(len(group.members))]
 

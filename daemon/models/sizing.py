@@ -306,9 +306,10 @@ class Sizing:
     ) -> int:
         """Returns max_model_len, the most tokens of a sequence: the configured length (at most the checkpoint's) or a default.
 
-        The default is the checkpoint's length or, if less, the number of tokens whose KV takes 25 % of the largest allowed device,
-        carve-outs on it included. (For a split model the device is the smallest of those that it needs, if it gets the largest.) It
-        is halved, down to 2,048, while the model with the work space for contexts of this length would not fit at all."""
+        The default is the checkpoint's length or, if less, the number of tokens whose KV takes 25 % of a device's budget,
+        carve-outs on the device included. The device is the largest that the model may use; if the model is split, it is the
+        smallest device of the group that consists of the largest ones. The default is halved, down to 2,048, while the model with
+        the work space for contexts of this length would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
         budget_bytes, whole_bytes = self._budgets(name, settings, shape)
@@ -331,9 +332,9 @@ class Sizing:
 
 
 def _smallest_of_largest(budgets: Mapping[str, int], division: Division) -> int:
-    """Returns the memory in bytes that each device of a group has if the group consists of the largest devices: the smallest budget
-    in that group, 0 if there are too few devices. budgets: device -> bytes, for devices of one kind. division: how the model is
-    divided among the group's devices."""
+    """Returns the memory in bytes that a split model can use on each of its devices, if it gets the devices with the largest
+    budgets: the smallest of these budgets, 0 if there are too few devices. budgets: device -> bytes, for devices of one kind.
+    division: how the model is divided among devices."""
     for least in sorted(set(budgets.values()), reverse=True):
         roomy = (name for name, budget_bytes in budgets.items() if budget_bytes >= least)
         if pools(roomy, division.size, division.num_stages):

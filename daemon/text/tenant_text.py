@@ -51,8 +51,10 @@ class TextWork(Protocol):
         ...
 
     def run_grammar(self, share: Share, make: MakeJob, param: str, num_bytes: int) -> Awaitable[list[bytes]]:
-        """Checks a grammar and returns the parts of the answer; the parameters are those of `run`. num_bytes: the grammar's length.
-        Raises HearthError."""
+        """Lets a text worker check a client's grammar, and returns the parts of the worker's answer, encoded. share: the share of
+        the work of the client's tenant. make: makes the job from the id that it is given. param: the request's field that contains
+        the grammar, for errors. num_bytes: the grammar's length, which is shown to operators while the check waits. Raises
+        HearthError if the check fails."""
         ...
 
     def shared_table(self, model: ModelEntry) -> Awaitable[TokenTable]:

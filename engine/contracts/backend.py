@@ -101,7 +101,7 @@ class SplitsModels(Protocol):
     ) -> SplitModel:
         """Returns this device's share of a split model; all its weights have arrived in `weights`. kv_memory: uint8, the memory of
         the share's KV blocks, from block 0 on. region: the shared memory of the engines that hold the model's shares. May wait
-        until all shares have been loaded. Raises GroupBroken if the group loses a device meanwhile."""
+        until all shares have been loaded. Raises GroupBroken if a device of the split model is lost meanwhile."""
         ...
 
 

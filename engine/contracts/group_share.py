@@ -1,4 +1,5 @@
-"""Defines the share of a split model that one engine of a group holds (tensor or pipeline parallelism). Runner.load makes it."""
+"""Defines the share of a split model that one of the model's engines holds (tensor or pipeline parallelism). Runner.load makes
+it."""
 
 from __future__ import annotations
 
@@ -41,13 +42,14 @@ class GroupShare:
 
     @property
     def has_sequences(self) -> bool:
-        """Returns whether any sequence of the model is running. False if the group is broken."""
+        """Returns whether any sequence of the model is running. False once the model is broken, because one of its devices was lost
+        or one of its engines has left."""
         return not self.region.is_broken and bool(self.region.table.request_id.any())
 
     @property
     def waits_for_stage(self) -> bool:
-        """Returns whether the next call of `execute`, on the engine that leads the group, would wait for hidden states from the
-        previous pipeline stage. False if the model has only one stage, or if the group is broken."""
+        """Returns whether the next call of `execute`, on the engine of rank 0, would wait for hidden states from the previous
+        pipeline stage. False if the model has only one stage, or once it is broken (has lost a device)."""
         link = self.region.link
         return link is not None and link.num_come <= self._num_executed and not self.region.is_broken
 
@@ -68,15 +70,16 @@ class GroupShare:
         return self.hosted.vocab_size
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs this engine's part of a step that it leads, and returns the step's result. The caller has already posted the step to
-        the other engines of the group. masks: for rows with a grammar or limits by token id, the tokens that they may sample; all
-        other rows may sample any token. Raises GroupBroken if the group has lost a device."""
+        """Runs this engine's part of a step that it leads (as rank 0 of the split model), and returns the step's result. The caller
+        has already posted the step to the model's other engines. masks: for rows with a grammar or limits by token id, the tokens
+        that they may sample; all other rows may sample any token. Raises GroupBroken if a device of the split model has been
+        lost."""
         self._num_executed += 1
         return self.hosted.execute(plan, table, masks)
 
     def follow(self, plan: BatchPlan) -> None:
-        """Starts this engine's part of a step that another engine leads. plan: the leader's plan, as read from the shared memory.
-        Raises GroupBroken if the group has lost a device."""
+        """Starts this engine's part of a step of the split model that another engine, rank 0, leads. plan: rank 0's plan, as read
+        from the shared memory. Raises GroupBroken if a device of the split model has been lost."""
         self.hosted.follow(plan, self.region.table)
 
     def has_ended(self) -> bool:
@@ -93,7 +96,8 @@ class GroupShare:
             self.hosted.capture_next()
 
     def release(self) -> None:
-        """Leaves the group, which breaks it for all members, and unmaps this share's weights and KV."""
+        """Ends this engine's part in the split model, so that none of the model's engines can run it any more, and unmaps this
+        share's weights and KV."""
         self.region.leave()
         self.hosted.release()
         self._unmap_kv()

@@ -91,8 +91,8 @@ class Runner(LocksMasks, Protocol):
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
         """Loads one model and returns it; the result is a GroupShare if task.spec.group is given. Called in a loader thread, while
         other models run steps. Raises CheckpointError (loader.errors; names the file and tensor that are at fault), MemoryError,
-        LoadCancelled, or GroupBroken if the group loses a device meanwhile. After an error the load no longer uses the task's
-        chunks."""
+        LoadCancelled, or GroupBroken if a device of the split model is lost meanwhile. After an error the load no longer uses the
+        task's chunks."""
         ...
 
     def probe(self, number: int) -> None:

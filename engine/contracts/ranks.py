@@ -1,8 +1,8 @@
 """Defines the interface by which the devices that hold shares of a model's layers add up and join their results.
 
-This is tensor parallelism as in Megatron-LM (https://arxiv.org/abs/1909.08053). Each rank, one device of the group, holds a share
-of the attention heads, of each MLP's inner dimensions and of the output head's rows (the vocabulary). Two sums over the ranks in
-each layer join the shares.
+This is tensor parallelism as in Megatron-LM (https://arxiv.org/abs/1909.08053). Each rank, one of these devices, holds a share of
+the attention heads, of each MLP's inner dimensions and of the output head's rows (the vocabulary). Two sums over the ranks in each
+layer join the shares.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:  # engines of null models do not need torch
 
 
 class GroupBroken(Exception):
-    """Raised by a step whose group has lost one of its devices. The step's results are worthless; the engine's other models go
-    on."""
+    """Raised by a step of a split model that has lost one of its devices. The step's results are worthless; the engine's other
+    models go on."""
 
 
 class Ranks(Protocol):
-    """One rank's connection to the other ranks of its group. All ranks make the same calls of `sum`, `share_first` and `gather` in
-    the same order; the tensors that they pass to one call have the same width W.
+    """One rank's connection to the other ranks (devices) of its split model. All ranks make the same calls of `sum`, `share_first`
+    and `gather` in the same order; the tensors that they pass to one call have the same width W.
 
     The tensors may have different numbers of rows on different ranks, because each rank pads its recorded steps in its own way.
     Only the first rows are exchanged. Their number is set by `count`, and must be the same on every rank."""
@@ -53,6 +53,6 @@ class Ranks(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises GroupBroken if the group has lost a device. Called at the end of each step, because the exchanges within a
-        recorded step that runs again cannot raise."""
+        """Raises GroupBroken if a device of the split model has been lost. Called at the end of each step, because the exchanges
+        within a recorded step that runs again cannot raise."""
         ...

@@ -31,8 +31,8 @@ class Stages(Protocol):
     def receive(self, num_tokens: int, with_second: bool) -> tuple[Tensor, Tensor | None]:
         """Waits until the previous stage has sent its hidden states, and returns the two tensors that it has passed to `send`: the
         residual and the second tensor, each [num_tokens, W] for a model of width W. Padding rows are not initialised. with_second:
-        whether the previous stage sends a second tensor; if False, None is returned in its place. Raises GroupBroken if the group
-        has lost a device, also in a recorded program."""
+        whether the previous stage sends a second tensor; if False, None is returned in its place. Raises GroupBroken if a device of
+        the split model has been lost, also in a recorded program."""
         ...
 
     def send(self, residual: Tensor, second: Tensor | None) -> None:

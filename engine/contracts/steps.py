@@ -115,8 +115,8 @@ class HostedModel(Protocol):
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step and returns its result: writes the KV of the new tokens into the arena's blocks, and samples. masks: for
         rows with a grammar or limits by token id, the tokens that they may sample; all other rows may sample any token. Raises
-        NoWorkSpace, and GroupBroken if the model is split and its group has lost a device. Any other exception ends the process,
-        because only a new process has a device in a known state."""
+        NoWorkSpace, and GroupBroken if the model is split and one of its devices has been lost. Any other exception ends the
+        process, because only a new process has a device in a known state."""
         ...
 
     def release(self) -> None:
@@ -125,9 +125,9 @@ class HostedModel(Protocol):
 
 
 class SplitModel(HostedModel, Protocol):
-    """A HostedModel that is one device's share of a model (tensor or pipeline parallelism). Each device of the group is called a
+    """A HostedModel that is one device's share of a model (tensor or pipeline parallelism). Each device of the model is called a
     rank, and runs its part of every step with the KV of its own heads and layers: rank 0 by `execute`, which returns the result,
-    all others by `follow`. Both methods wait for other ranks, and raise GroupBroken if the group has lost a device."""
+    all others by `follow`. Both methods wait for other ranks, and raise GroupBroken if a device of the model has been lost."""
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Runs, or only starts, this rank's part of a step that rank 0 leads. table: rank 0's sequence table. It is read until the
@@ -144,8 +144,8 @@ class Launched(Protocol):
     """A step that was started (LaunchesAhead.launch) and may still be running on the device."""
 
     def wait(self) -> StepResult:
-        """Waits for the step and returns its result. Raises NoWorkSpace, and GroupBroken if the model is split and its group has
-        lost a device."""
+        """Waits for the step and returns its result. Raises NoWorkSpace, and GroupBroken if the model is split and one of its
+        devices has been lost."""
         ...
 
 

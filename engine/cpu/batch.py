@@ -62,7 +62,8 @@ class GroupBatch:
 class HostBatch:
     """The inputs of one step on the CPU.
 
-    num_tokens: T without padding; in a recorded step T with padding, because the step is run again with other numbers of tokens.
+    num_tokens: the number of the step's tokens: T without padding. In a recorded step it is T with padding, because the step is run
+    again with other numbers of tokens.
     groups: the inputs for each KV group.
     layer_places: for each layer that is computed, the index of its KV group and its index among the group's layers.
     starts, num_new, contexts [R]: each row's first token in the step, its number of tokens in the step, and its number of positions
@@ -72,7 +73,7 @@ class HostBatch:
     together instead.
     has_long_rows: whether there may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens.
     attended [1]: an upper bound on the number of positions that all queries together attend to.
-    layer_inputs: the additional inputs of layers; None: there are none.
+    layer_inputs: the additional inputs of the layers (per-layer embeddings, as in Gemma 4); None: the model has none.
     kept: memory for the hidden states that the model's predictor reads; None: there is no predictor, or it does not read this step.
     adapters: the LoRA adapters of the step's tokens; None: the step computes no adapters."""
 

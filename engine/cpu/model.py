@@ -187,7 +187,7 @@ class CpuModel:
         """Runs one step and returns its result: stores the new tokens' KV, and samples one id, or computes one vector, for each
         sampling row. masks: the tokens that constrained rows may sample; None: all rows may sample any token. In a split model only
         rank 0 calls this; the other ranks call `follow` for the same step. The result's seconds do not include waits for other
-        pipeline stages. Raises GroupBroken if the group has lost a device."""
+        pipeline stages. Raises GroupBroken if a device of the split model has been lost."""
         stages, ranks = self._stages, self._ranks
         waited_s = 0.0 if stages is None else stages.waited_s
         if ranks is not None:
@@ -216,7 +216,7 @@ class CpuModel:
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Computes this rank's part of a step of a split model, up to the logits, while rank 0 computes its own part by `execute`.
-        `table` is read only at the beginning. Raises GroupBroken if the group has lost a device."""
+        `table` is read only at the beginning. Raises GroupBroken if a device of the split model has been lost."""
         if self._ranks is not None:
             self._ranks.begins.note()
         if not self._loaded().makes_logits:

@@ -37,7 +37,7 @@ class SharedRanks:
     def __init__(self, ops: CpuOps, rank: int, size: int, broken: LongArray, memory: Any) -> None:
         """rank: the number of this rank.
         size: number of ranks.
-        broken [1]: not 0 once the group has lost a device; other code writes it.
+        broken [1]: not 0 once a device of the split model has been lost; other code sets it.
         memory: uint8 array that the ranks share, aligned to 8 bytes, with the number of bytes that
         engine.host.rank_memory.rank_memory_bytes returns. All bytes must be 0 before the first rank uses it.
         Raises ValueError if rank is not below size, or if memory has no size that fits `size` ranks."""

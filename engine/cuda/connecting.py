@@ -1,4 +1,5 @@
-"""Connects a rank with the other ranks of its group. If one of these has died before it connected, the wait for it ends.
+"""Connects a rank with the other ranks (devices) of its split model. If one of these has died before it connected, the wait for it
+ends.
 
 A library that connects ranks may wait forever for a rank that is gone, as NCCL does in ncclCommInitRank. So the library is called
 in a thread of its own, which is abandoned if the group breaks meanwhile.
@@ -22,8 +23,8 @@ CONNECT_LIMIT_S = 60.0  # NCCL takes a second or some; this is for ranks that li
 
 
 class Connecting:
-    """The attempt of rank `rank` to connect with the other ranks of its group of `size`, in a thread of its own. connects: the
-    library that connects them. group_id: the group's id, the same on all ranks."""
+    """The attempt of rank `rank` to connect with the other ranks (devices) of a split model, `size` in all, in a thread of its own.
+    connects: the library that connects them. group_id: the group's id, the same on all ranks."""
 
     def __init__(self, connects: Connects, group_id: bytes, rank: int, size: int) -> None:
         self._connects, self._group_id, self._rank, self._size = connects, group_id, rank, size
@@ -35,8 +36,8 @@ class Connecting:
         self._is_given_up = False
 
     def connected(self, broken: LongArray) -> Collectives:
-        """Makes the connection and returns it. broken [1]: not 0 once the group has lost a device. Raises GroupBroken if the group
-        loses a device meanwhile, RuntimeError after CONNECT_LIMIT_S, and what Connects.connect raises."""
+        """Makes the connection and returns it. broken [1]: not 0 once a device of the split model has been lost. Raises GroupBroken
+        if a device of the split model is lost meanwhile, RuntimeError after CONNECT_LIMIT_S, and what Connects.connect raises."""
         began_s = time.monotonic()
         Thread(target=self._connect, name="connect").start()
         while not self._ended.wait(WATCH_S):

@@ -153,9 +153,12 @@ class KnownEdits:
         part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
 
     def _lasting_of(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
-        """Returns the part of E edits that does not depend on their sequences' tokens. The result of the last call is returned
-        again if the arguments are the same and no slot has a new request. slots [E]: the slot of each edit. early [E]: whether its
-        sequence has fewer tokens than its min_tokens. own [E]: its row, counted from the beginning of the range."""
+        """Returns the columns of E edits that stay the same from step to step, because they do not depend on the tokens of the
+        sequences. An edit is what one request changes in its row's logits, by penalties, logit_bias and min_tokens.
+
+        slots [E]: the slot of each edit's sequence. early [E]: whether that sequence has fewer tokens than its min_tokens. own [E]:
+        the index of the edit's row, counted from the first of the rows whose logits are computed together. If the arguments are
+        those of the last call and no slot has a new request, the last result is returned again."""
         whose = slots.tobytes(), early.tobytes(), own.tobytes()
         if self._lasting is None or self._lasting[0] != whose:
             self._lasting = whose, self._lasting_made(slots, early, own)

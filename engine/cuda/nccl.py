@@ -83,8 +83,8 @@ class Nccl:
         return ctypes.string_at(ctypes.byref(group_id), ID_BYTES)
 
     def connect(self, group_id: bytes, rank: int, size: int) -> NcclGroup:
-        """Connects the calling thread's current device with the other ranks of its group, and returns its connection (see
-        Connects.connect). An engine sees one GPU, so the current device is its own."""
+        """Connects the calling thread's current device with the other ranks (devices) of its split model, and returns its
+        connection (see Connects.connect). An engine sees one GPU, so the current device is its own."""
         if rank:  # rank 0 has opened some when it made the id
             self._sockets_before = tcp_sockets()
         communicator = ctypes.c_void_p()

@@ -1,5 +1,5 @@
-"""Adds up small tensors (up to triton_peers.MOST_BYTES) over the ranks of a group of GPUs through memory that the GPUs map from
-each other. All other exchanges go through another connection (NCCL).
+"""Adds up small tensors (up to triton_peers.MOST_BYTES) over the ranks (GPUs) of a split model, through memory that the GPUs map
+from each other. All other exchanges go through another connection (NCCL).
 
 Whether the GPUs reach each other's memory is found out by trying, in several steps. After each step the ranks exchange whether it
 has failed on any of them; if it has, all ranks give the trial up.

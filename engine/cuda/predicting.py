@@ -55,13 +55,14 @@ class CudaPredicting:
         self._num_slots, self._tile_tokens = num_slots, tile_tokens
 
     def after(self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: Tensor) -> PendingProposals:
-        """Launches the predictor after a step that was just launched: first on the step's tokens, then to draft for each sequence
-        that samples as many tokens as the plan asks for. Returns the drafts, which the device may still be computing.
+        """Launches the predictor for a step that was just launched, and returns its drafts, which the device may still be
+        computing. The predictor first reads the step's tokens. Then it drafts, for each sequence that samples, as many tokens as
+        plan.to_propose says. Its keys and values are stored for all tokens of the step, and for all drafted tokens but the last.
 
         kept: tensors [>= T, W] with the states that the step kept for the predictor. ids [N] int32: the tokens that the step
-        samples. The predictor's keys and values are stored for all tokens of the step, and for all drafted ones but the last.
+        samples.
 
-        A draft is sampled with the random noise with which the model will sample the token at the same position. So both are often
+        A draft is sampled with the same random noise as the model's own token at the same position. Therefore both tokens are often
         the same where their distributions are close."""
         assert plan.to_propose is not None
         began = self._mark()

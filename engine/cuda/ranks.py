@@ -1,4 +1,4 @@
-"""Connects the ranks of a group of GPUs, each of which holds a share of the same layers (tensor parallelism).
+"""Connects the ranks (GPUs) of a split model, each of which holds a share of the same layers (tensor parallelism).
 
 A rank whose device waits in an exchange for a lost rank cannot run other models' steps either. So a thread watches the group's flag
 that tells of a lost device, and ends all exchanges once the flag is set.
@@ -30,8 +30,8 @@ LAUNCH_LIMIT_S = 0.1  # a launch that takes longer waits for another rank, so it
 
 class DeviceRanks(Link):
     """The connection of one rank's GPU to the other ranks (an engine.contracts.ranks.Ranks). All ranks have tensors of the same
-    shapes, padding included, and exchange all rows. collectives: makes the exchanges. broken [1]: not 0 once the group has lost a
-    device; other code writes it."""
+    shapes, padding included, and exchange all rows. collectives: makes the exchanges. broken [1]: not 0 once a device of the split
+    model has been lost; other code sets it."""
 
     def __init__(self, collectives: Collectives, rank: int, size: int, broken: LongArray) -> None:
         self.rank, self.size = rank, size
@@ -62,8 +62,8 @@ class DeviceRanks(Link):
         return parts.transpose(0, 1).reshape(num_rows, self.size * width)
 
     def all_agree(self, is_so: bool, device: torch.device) -> bool:
-        """Returns whether all ranks have called this with is_so = True; waits until all have called it. Raises GroupBroken if the
-        group has lost a device."""
+        """Returns whether all ranks have called this with is_so = True; waits until all have called it. Raises GroupBroken if a
+        device of the split model has been lost."""
         told = torch.full((1,), float(is_so), device=device)
         self.sum(told)
         agrees = told.item() == self.size
@@ -77,7 +77,7 @@ class DeviceRanks(Link):
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Returns a context in which exchanges may be launched, by a graph that contains them or directly. Raises GroupBroken if
-        exchanges were aborted or the group has lost a device."""
+        exchanges were aborted or a device of the split model has been lost."""
         with self._lock:
             self.check()
             yield
@@ -111,9 +111,9 @@ class DeviceRanks(Link):
 
 
 def connect(connects: Connects, meeting: Rendezvous, rank: int, size: int, broken: LongArray, device: torch.device) -> DeviceRanks:
-    """Connects a rank with the other ranks of its group, once all have arrived at `meeting`, and tests each kind of exchange.
-    Returns the connection. Raises GroupBroken if the group loses a device meanwhile, and RuntimeError if the ranks do not connect
-    or an exchange gives a wrong result."""
+    """Connects a rank with the other ranks (devices) of its split model, once all have arrived at `meeting`, and tests each kind of
+    exchange. Returns the connection. Raises GroupBroken if a device of the split model is lost meanwhile, and RuntimeError if the
+    ranks do not connect or an exchange gives a wrong result."""
     if (group_id := meeting.meet(connects.new_id)) is None:
         raise GroupBroken(f"rank {rank} of {size}: the group has lost a device before all shares were loaded")
     collectives = Connecting(connects, group_id, rank, size).connected(broken)

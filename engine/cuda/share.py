@@ -53,7 +53,7 @@ class ShareLinks:
 
     ranks: the connection to the shares of the same layers; None: there are none. stages: the connection to the shares of other
     layers; None: there are none.
-    broken [1]: not 0 once the group has lost a device; other code writes it.
+    broken [1]: not 0 once a device of the split model has been lost; other code sets it.
     begins: reports to the first rank when the other ranks begin a step. None in a pipeline, where another device may have begun a
     later step by the time of the report."""
 
@@ -83,7 +83,8 @@ class ShareLinks:
         return all(one.has_ended() for one in self._all)
 
     def check(self) -> None:
-        """Raises the error that has ended the thread of a connection, or GroupBroken if the group has lost a device."""
+        """Raises the error that has ended the thread of a connection, or GroupBroken if a device of the split model has been
+        lost."""
         for one in self._all:
             one.check_fault()
         if self.ranks is not None:
@@ -101,7 +102,7 @@ class ShareLinks:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Returns a context in which one graph is replayed. At its beginning it waits for the states of the stage before; at its
-        end it sends this stage's states to the next one. Raises GroupBroken if the group has lost a device."""
+        end it sends this stage's states to the next one. Raises GroupBroken if a device of the split model has been lost."""
         if self.stages is not None:
             self.stages.take()
         with nullcontext() if self.ranks is None else self.ranks.launching():
@@ -182,7 +183,7 @@ class CudaShare(CudaModel):
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step and returns its result (see HostedModel.execute). All ranks run the step, the others by `follow`. Raises
-        GroupBroken if the group has lost a device."""
+        GroupBroken if a device of the split model has been lost."""
         result = self.launch(plan, table, masks).wait()
         if self._links.begins is not None:
             result.waited_s = self._links.begins.waited_s(result.seconds)
@@ -226,7 +227,7 @@ class CudaShare(CudaModel):
     @torch.inference_mode()
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Launches this rank's part of a step that rank 0 leads, and returns when it is launched; `table` is not read after that.
-        Raises GroupBroken if the group has lost a device."""
+        Raises GroupBroken if a device of the split model has been lost."""
         self._links.check()
         if self._links.begins is not None:
             self._links.begins.note()

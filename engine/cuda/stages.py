@@ -106,7 +106,8 @@ class DeviceStages(Link):
 
     def take(self) -> None:
         """Waits, before a graph is replayed, until the previous stage has sent its states, and launches their copy to the memory
-        from which the graph reads. Does nothing in the first stage. Raises GroupBroken if the group has lost a device."""
+        from which the graph reads. Does nothing in the first stage. Raises GroupBroken if a device of the split model has been
+        lost."""
         if not self._taking.is_first:
             self._fill(self._states)
 
@@ -116,8 +117,8 @@ class DeviceStages(Link):
             self._send(self._states)
 
     def _fill(self, states: Sequence[Tensor]) -> None:
-        """Waits until the previous stage has sent its states, and launches their copy to `states`. Raises GroupBroken if the group
-        has lost a device, or the error of the sending thread."""
+        """Waits until the previous stage has sent its states, and launches their copy to `states`. Raises GroupBroken if a device
+        of the split model has been lost, or the error of the sending thread."""
         if (place := self._taking.take()) is None:
             self.check_fault()  # it has broken the group
             raise GroupBroken("a stage of a pipeline waits for another one: the group has lost a device")

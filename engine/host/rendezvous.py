@@ -21,17 +21,17 @@ def rendezvous_words(size: int) -> int:
 
 
 class Rendezvous:
-    """One rank's access to a rendezvous, at which all ranks wait for each other and rank 0 passes an id to the others. words
-    [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once the group of ranks is broken (a rank was lost or has
-    left)."""
+    """One rank's access to a rendezvous, at which all ranks (devices) of a split model wait for each other and rank 0 passes an id
+    to the others. words [rendezvous_words(size)]: the shared memory. broken [1]: not 0 once a rank was lost or has left."""
 
     def __init__(self, words: LongArray, rank: int, broken: LongArray) -> None:
         self._id, self._is_told, self._arrived = words[:ID_WORDS], words[ID_WORDS : ID_WORDS + 1], words[ID_WORDS + 1 :]
         self._rank, self._broken, self._fence = rank, broken, MemoryFence()
 
     def meet(self, new_id: Callable[[], bytes]) -> bytes | None:
-        """Waits until all ranks have called this, and returns the same id, 8 * ID_WORDS bytes, on all ranks. The id is the result
-        of new_id on rank 0; other ranks do not call new_id. Returns None if the group of ranks loses one before that."""
+        """Waits until all ranks (devices) of a split model have called this, and returns the same id, 8 * ID_WORDS bytes, on all
+        ranks. The id is the result of new_id on rank 0; other ranks do not call new_id. Returns None if a rank is lost before
+        that."""
         self._arrived[self._rank] = 1
         self._fence.order()
         if self._rank == 0:
@@ -46,8 +46,8 @@ class Rendezvous:
         return self._id.tobytes()
 
     def _awaited(self, is_over: Callable[[], bool]) -> bool:
-        """Waits until is_over() returns True, and returns True; returns False once the group of ranks is broken (has lost a
-        rank)."""
+        """Waits until is_over() returns True, and returns True; returns False once a rank (device) of the split model has been
+        lost."""
         while not is_over():
             if self._broken[0]:
                 return False

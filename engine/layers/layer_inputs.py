@@ -18,8 +18,9 @@ MEAN_FACTOR = 2.0**-0.5  # factor of the sum of both parts
 
 
 class LayerInputs(Generic[BatchT]):
-    """Computes the additional inputs of the L layers on this device, each of width W, from a step's tokens and the tokens'
-    embeddings [T, hidden]."""
+    """Computes per-layer embeddings (as in Gemma 3n and Gemma 4): for each token and each of the L layers on this device an
+    additional input vector of width W. It is made from the token's id (by a table of its own) and from the token's embedding
+    [hidden]."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         assert shape.layer_inputs is not None
@@ -32,8 +33,8 @@ class LayerInputs(Generic[BatchT]):
         self.norm = Norm(ops, family, shape, weights, names.input_norm)
 
     def __call__(self, embedded: Tensor, batch: BatchT) -> Tensor:
-        """Returns the inputs of all L layers for all T tokens, [T L, W]. Row t L + l is the input of token t for the l-th of these
-        layers. embedded [T, hidden]: the embeddings of the batch's tokens."""
+        """Returns the per-layer embeddings of all L layers for all T tokens, [T L, W]. Row t L + l is the input of token t for the
+        l-th of these layers. embedded [T, hidden]: the embeddings of the batch's tokens."""
         ops, num_tokens = self.ops, len(embedded)
         projected = ops.scaled(ops.linear(embedded, self.projection), self.projection_scale)
         made = self.norm(projected.view(num_tokens * self.num_layers, self.width))

@@ -1,6 +1,6 @@
 """Runs the steps of split models on one engine. A group consists of the engines that hold the shares of one split model; the engine
-of rank 0 leads it, that is, plans its steps. In the exchange memory (engine/exchange.py) each engine has one queue for the steps of
-all its groups, so that all engines run the steps that they share in the same order."""
+of rank 0 leads it, that is, plans its steps. In the memory that engines share (engine/exchange.py) each engine has one queue for
+the steps of all its groups, so that all engines run the steps that they share in the same order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASK_EVERY_S = 0.02
 
 
 class GroupSteps:
-    """Runs the steps in one engine's queue in the exchange memory, which are steps of split models.
+    """Runs the steps of split models that are in one engine's queue, in the memory that engines share.
     number: the engine's number among the engines of the node.
     doorbell: an eventfd that other engines write to when they have added to the queue.
     models, journal: the engine's models and step journal.
@@ -50,7 +50,7 @@ class GroupSteps:
         stepped: Callable[[str], None],
         num_threads: int = 1,
     ) -> None:
-        """exchange: the exchange memory, which has the engine's queue.
+        """exchange: the memory that engines share to run split models, which has the engine's queue.
         number: the engine's number among the engines of the node.
         doorbell: an eventfd that other engines write to, to wake this engine, when they have added to its queue.
         models, journal: the engine's models and step journal.
@@ -104,9 +104,9 @@ class GroupSteps:
         return not self._followed
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
-        """Adds a step of a split model that this engine leads to the queues of all engines of its group, and returns the posted
-        step. This engine computes its own part of the step when the step's result is asked for (PostedStep.wait). Raises
-        GroupBroken if the group has lost a device."""
+        """Adds a step of a split model that this engine leads (as its rank 0) to the queues of all engines of the model, and
+        returns the posted step. This engine computes its own part of the step when the step's result is asked for
+        (PostedStep.wait). Raises GroupBroken if a device of the split model has been lost."""
         if not share.region.post(plan):
             raise GroupBroken(f"model {share.name}: its group has lost a device")
         step = PostedStep(self, share, plan, table)
@@ -139,18 +139,20 @@ class GroupSteps:
         return self._models.threads.run(work)
 
     def forget(self, share: GroupShare) -> None:
-        """Drops the steps that this engine has posted for a broken group, so that it never computes its part of them. The steps'
-        entries stay in the engine's queue until the share is evicted."""
+        """Drops the steps that this engine has posted for a split model that is now broken (has lost a device), so that it never
+        computes its part of them. The steps' entries stay in the engine's queue until the share is evicted."""
         self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:
-        """Leaves all groups, which breaks them. Called when this engine ends, so that no other engine waits for it."""
+        """Ends this engine's part in all split models, which then cannot run any more. Called when this engine ends, so that no
+        other engine waits for it."""
         for share in self._shares():
             share.region.leave()
 
     def watch(self, channel_fd: int) -> None:
-        """Starts a thread that breaks all groups when the daemon has closed its end of the channel. If the daemon and another
-        engine have died, this engine's loop, which waits in a step for the other engine, would otherwise wait for ever."""
+        """Starts a thread that marks all split models of this engine as broken when the daemon has closed its end of the channel.
+        If the daemon and another engine have died, this engine's loop, which waits in a step for the other engine, would otherwise
+        wait for ever."""
 
         def work() -> None:
             poller = select.poll()
@@ -189,9 +191,9 @@ class GroupSteps:
 
 
 class PostedStep:
-    """A step of a split model that this engine leads and has posted to its group (an engine.contracts.steps.Launched). masks: for
-    rows with a grammar or limits by token id, the tokens that they may sample (RowMasks); set before the step runs; None: there are
-    no such rows."""
+    """A step of a split model that this engine leads and has posted to all engines of the model (an
+    engine.contracts.steps.Launched). masks: for rows with a grammar or limits by token id, the tokens that they may sample
+    (RowMasks); set before the step runs; None: there are no such rows."""
 
     def __init__(self, steps: GroupSteps, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> None:
         self._steps, self._share, self._plan, self._table = steps, share, plan, table
@@ -215,8 +217,8 @@ class PostedStep:
             self._error = error
 
     def wait(self) -> StepResult:
-        """Runs the steps in the engine's queue up to this one, and returns this step's result. Raises GroupBroken if the group has
-        lost a device."""
+        """Runs the steps in the engine's queue up to this one, and returns this step's result. Raises GroupBroken if a device of
+        the split model has been lost."""
         while self._error is None:
             if self._result is not None:
                 return self._result

@@ -84,7 +84,7 @@ class Engine:
     runner, memory: what loads and runs models on the device, and the device's memory; memory is None for null models.
     tier: the host tier; None: there is none.
     left: weights that an earlier engine left in device memory; None: the memory ends with this process.
-    membership: the engine's access to the exchange memory; None: it shares no models with other engines."""
+    membership: the engine's access to the memory that engines share to run split models; None: it runs no split models."""
 
     def __init__(
         self,

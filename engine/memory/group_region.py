@@ -1,8 +1,8 @@
-"""Gives access to one group's region of the exchange memory (engine/exchange.py): the arrays that the engines of a split model
-share.
+"""Gives access to a region: the part of the engines' shared memory (engine/exchange.py) through which the engines of one split
+model run their steps. It contains the arrays that these engines share.
 
-The leader, rank 0, writes the plan of each step and the model's sequence table. The other members read both, but only until the
-last exchange of results in the step, because the leader may write again after it."""
+Rank 0, the first engine of the model, writes the plan of each step and the model's sequence table. The other engines read both, but
+only until the last exchange of results in the step, because rank 0 may write again after it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from scheduler.batch.plan import BatchPlan, LongArray, SequenceTable, make_seque
 
 
 class GroupRegion:
-    """One member's view of a group's region of the exchange memory. Raises ValueError if the region is too small for `sizes`.
+    """One engine's view of a region: the part of the shared memory that belongs to one split model. The engines of the model are
+    called a group, and each of them a member. Raises ValueError if the region is too small for `sizes`.
 
     broken [1] int64: not 0 once the group is broken (has lost a device, or a member has left).
-    rank, stage: the member's rank and its pipeline stage.
+    rank, stage: the member's rank (its index in the group) and its pipeline stage.
     stage_rank, stage_size: the member's index among the members of its stage, and how many these are.
     ranks uint8: the memory through which the members of its stage exchange partial results (engine/host/rank_memory.py).
     rendezvous: the point at which the members of its stage wait for each other.
     link: the member's connection to the other stages; None: there is only one stage.
-    table: the model's sequences, without `params`, which only the leader has."""
+    table: the model's sequences, without `params`, which only rank 0 has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -70,8 +71,8 @@ class GroupRegion:
         self.table = SequenceTable(tokens=arrays["tokens"], **columns)
 
     def empty_table(self) -> SequenceTable:
-        """Empties the region's sequence table (no sequences, default values) and returns it. Only the leader calls it, before the
-        first step."""
+        """Empties the region's sequence table (no sequences, default values) and returns it. Only rank 0 calls it, before the first
+        step."""
         one_block = make_sequence_table(len(self.table.request_id), 1, 1, len(self.table.block_tables))
         for column in fields(SequenceTable):
             value = getattr(one_block, column.name)
@@ -80,16 +81,17 @@ class GroupRegion:
         return self.table
 
     def new_link(self, stage: int | None = None) -> StageLink:
-        """Returns a new connection to the neighbours of a pipeline stage: this member's stage, or the one with the index
+        """Returns a new connection to the neighbours of a pipeline stage: the stage of this engine, or the one with the index
         `stage`."""
         of_stage = self.stage if stage is None else stage
         return StageLink(self._stages, of_stage, self.num_stages, self._handed_bytes, self.broken)
 
     @contextmanager
     def sharing_reads(self) -> Iterator[Sequence[SharedReads]]:
-        """Returns a context manager whose value is the memory through which the members of this member's stage pass each other the
-        bytes of files that they all need, so that each is read by one member only. It is () if the members are on several hosts, or
-        if the stage has only one member. The last member to leave the context returns the memory to the system."""
+        """Returns a context manager whose value is the memory through which the engines of this pipeline stage pass each other the
+        bytes of files that they all need, so that each byte is read by one engine only. The value is () if the engines are on
+        several hosts, or if the stage has only one engine. The last engine to leave the context returns the memory to the
+        system."""
         first = self.rank - self.stage_rank
         hosts = self._hosts[first : first + self.stage_size]
         if self.stage_size == 1 or len(set(hosts)) > 1:
@@ -108,15 +110,17 @@ class GroupRegion:
         return bool(self.broken[0])
 
     def leave(self) -> None:
-        """Ends this member's membership in the group, which breaks the group. No further steps are posted to this member."""
+        """Ends this engine's part in the split model, which marks the model as broken. No further steps are posted to this
+        engine."""
         self._exchange.leave(self._members[self.rank], self.offset)
 
     def post(self, plan: BatchPlan) -> bool:
-        """Writes the plan of the group's next step, and adds the step to the queues of all members, which run steps in the order of
-        their posting. Only the leader calls it. Returns False if the group is broken (has lost a device, or a member has left).
+        """Writes the plan of the split model's next step, and adds the step to the queues of all its engines, which run steps in
+        the order of their posting. Only rank 0 calls it. Returns False if the model is broken (has lost a device, or an engine has
+        left).
 
-        Raises ValueError for a plan with too many rows or for a step with a predictor, which the other members cannot run. Raises
-        ExchangeFull if a member has too many steps in its queue."""
+        Raises ValueError for a plan with too many rows or for a step with a predictor, which the other engines cannot run. Raises
+        ExchangeFull if an engine has too many steps in its queue."""
         self.write_plan(plan)
         return self._poster.post()
 
@@ -125,14 +129,15 @@ class GroupRegion:
         return Poster(self._exchange, self._members, self.offset, self._broken_word)
 
     def write_plan(self, plan: BatchPlan) -> None:
-        """Writes the plan of the group's next step, without adding the step to any member's queue. Raises ValueError for a plan
-        with too many rows or for a step with a predictor, which the other members cannot run."""
+        """Writes the plan of the split model's next step to the shared memory, where its other engines will read it. No step is
+        added to any engine's queue. Raises ValueError for a plan with too many rows or for a step with a predictor, which the other
+        engines cannot run."""
         self._plans.write(self._num_plans % self.num_stages, plan)
         self._num_plans += 1
 
     def read_plan(self, model: str) -> BatchPlan:
-        """Returns a copy of the plan of the next step: the oldest one that the leader has posted and this member has not read.
-        model: the model's name, which is put into the copy."""
+        """Returns a copy of the plan of the next step: the oldest one that rank 0 has posted and this engine has not read. model:
+        the model's name, which is put into the copy."""
         plan = self._plans.read(self._num_plans % self.num_stages, model)
         self._num_plans += 1
         return plan
@@ -158,8 +163,9 @@ def _mapped(fd: int, offset: int, num_bytes: int) -> Any:
 
 
 def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int) -> GroupRegion:
-    """Returns this engine's view of the region of the group for which it is loading a model. block_tokens: number of tokens in a KV
-    block. Raises ValueError if the load is for no group, if exchange is None, or if the region is too small for the model."""
+    """Returns this engine's view of the region of the split model that it is loading: the model's part of the engines' shared
+    memory. block_tokens: number of tokens in a KV block. Raises ValueError if the load is not for a split model, if exchange is
+    None, or if the region is too small for the model."""
     if exchange is None or spec.group is None:
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
     group = spec.group

@@ -1,7 +1,7 @@
-"""Exchanges descriptors of device memory between the ranks of a group, which are processes of one host, over Unix sockets.
+"""Exchanges descriptors of device memory between the ranks of a split model, which are processes of one host, over Unix sockets.
 
-A rank listens under a name that is made from the group's id, which only the group's engines know. It is an abstract socket name
-(unix(7)), not a file, so a rank that dies leaves nothing behind.
+A rank listens under a name that is made from an id that only the ranks know. It is an abstract socket name (unix(7)), not a file,
+so a rank that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _credentials = struct.Struct("<iII")  # process, user, group
 
 
 class PeerHandles:
-    """One rank's side of the exchange. It listens for the other ranks as soon as the object exists. group_id: the same on all
-    ranks, and known only to them. size: number of ranks. Raises OSError if it cannot listen."""
+    """One rank's side of the exchange of memory descriptors between the ranks (devices) of a split model. It listens for the other
+    ranks as soon as the object exists. group_id: an id that is the same on all ranks, and known only to them. size: number of
+    ranks. Raises OSError if it cannot listen."""
 
     def __init__(self, group_id: bytes, rank: int, size: int) -> None:
         digest = hashlib.blake2b(group_id, digest_size=24).hexdigest()

@@ -1,7 +1,8 @@
-"""Holds the plans of a group's steps in memory that the group's members share, in one place for each step that may be under way.
+"""Holds the plans of a split model's steps in memory that the model's engines share, in one place for each step that may be under
+way.
 
 A place holds the plan's single values (such as the step's id), then its arrays (one value for each row of the plan) without gaps.
-So a plan of a few rows takes few cache lines to reach another core. A member keeps the views that it has made of a place for each
+So a plan of a few rows takes few cache lines to reach another core. An engine keeps the views that it has made of a place for each
 number of rows, because numpy takes longer to make four views than to fill them.
 """
 
@@ -32,9 +33,9 @@ class _Columns(NamedTuple):
 
 
 class SharedPlans:
-    """One member's view of the plans that a group of engines shares. memory: [places, bytes] uint8, with the number of bytes that
-    engine.exchange.plan_bytes returns. num_rows: the most rows of a plan. No member may read a place while the leader writes it;
-    the queues of the exchange memory ensure that."""
+    """One engine's view of the plans that the engines of a split model share. memory: [places, bytes] uint8, with the number of
+    bytes that engine.exchange.plan_bytes returns. num_rows: the most rows of a plan. No engine may read a place while rank 0 writes
+    it; the engines' queues (engine/exchange.py) ensure that."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], num_rows: int) -> None:
         self._memory, self._num_rows = memory, num_rows
@@ -43,7 +44,7 @@ class SharedPlans:
 
     def write(self, at: int, plan: BatchPlan) -> None:
         """Writes a plan to place `at`. Raises ValueError for a plan with too many rows or for a step with a predictor, which the
-        other members of the group cannot run."""
+        other engines of the split model cannot run."""
         num = len(plan.slots)
         if num > self._num_rows or plan.to_propose is not None:
             what = f"a step of {num} rows, to be told to a group with room for {self._num_rows}"

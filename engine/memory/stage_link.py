@@ -34,7 +34,7 @@ class StageLink:
         """memory: the part of the stage memory that belongs to this device and the devices with the same index in the other stages.
         stage: index of this device's stage.
         handed: bytes of the states of one step.
-        broken [1]: not 0 once the group has lost a device."""
+        broken [1]: not 0 once a device of the split model has been lost."""
         pieces = memory.reshape(num_stages - 1, piece_bytes(num_stages, handed))
         self._stage, self._num_stages, self._broken = stage, num_stages, broken
         lines, self._places = pieces[:, :LINE_BYTES], pieces[:, LINE_BYTES:].reshape(num_stages - 1, num_stages, handed)
@@ -45,7 +45,7 @@ class StageLink:
 
     def take(self) -> Bytes | None:
         """Waits until the previous stage has sent the states of the next step, and returns the memory that holds them, uint8
-        [handed]. Returns None if the group breaks (loses a device) before that."""
+        [handed]. Returns None if a device of the split model is lost before that."""
         line, begin_s = self._lines[self._stage - 1], time.perf_counter()
         while line[_SENT] <= self._num_taken:
             if self._broken[0]:
@@ -89,7 +89,7 @@ class StageLink:
             wake_all(line, _SENT)
 
     def break_group(self) -> None:
-        """Marks the group as broken, so that no stage waits any more for states that this one cannot send."""
+        """Marks the split model as broken, so that no stage waits any more for states that this one cannot send."""
         self._broken[0] = 1
 
     def _sleep(self, line: LongArray) -> None:

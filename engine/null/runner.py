@@ -237,15 +237,15 @@ class NullShare(NullModel):
         raise error
 
     def _receive(self) -> None:
-        """Waits until the previous stage has ended the step; the first stage does not wait. Raises GroupBroken if the group loses a
-        device before that."""
+        """Waits until the previous stage has ended the step; the first stage does not wait. Raises GroupBroken if a device of the
+        split model is lost before that."""
         link = self.region.link
         if link is not None and not link.is_first and link.take() is None:
             raise self._broken()
 
     def _meet(self) -> None:
         """Waits until all ranks of this stage have run as many steps as this rank, and then signals the next stage that it can
-        begin the step. Raises GroupBroken if the group loses a device before that."""
+        begin the step. Raises GroupBroken if a device of the split model is lost before that."""
         self._turn += 1
         self._counters[self.region.stage_rank] = self._turn
         while not self.region.is_broken:

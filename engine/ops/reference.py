@@ -558,10 +558,10 @@ def long_row_attention(
     sinks: Tensor | None = None,
 ) -> None:
     """Computes attention for the last N of one row's `context` positions, whose queries are query [H, N, D], and writes it to out
-    [N, H, D]. The keys and values to which these queries attend are gathered once.
+    [N, H, D]. The keys and values to which these queries attend are gathered from kv once.
 
-    block_table [B]: the row's block table. tile_tokens: number of queries computed at a time where a mask is needed. The other
-    parameters are those of paged_attention."""
+    block_table [B]: the row's block table. tile_tokens: number of queries computed at a time where a mask is needed. The parameters
+    that are not named here have the same meaning as in paged_attention."""
     num_new = query.shape[1]
     before = context - num_new
     first = first_seen(before + 1, reach)  # the first position that the first query attends to

@@ -115,7 +115,7 @@ class Lines(Frame, frozen=True):
 
 
 class GroupGone(Frame, frozen=True):
-    """Reports that the group of a split model was marked as broken on the lender's host."""
+    """Reports that a split model was marked as broken on the lender's host, because it has lost a device."""
 
     placement_id: int
 

@@ -1,9 +1,9 @@
 """Takes the place, on the daemon's host, of an engine that runs on another host.
 
-To the daemon and the other engines the proxy is an engine: it has an engine's channel, journal, queue in the exchange memory and
-doorbell. It passes messages on between the daemon and the engine. When a step of a split model is in its queue, it sends to the
-other host the plan and those rows of the sequence table that the step reads. It also passes the hidden states of pipelines on, in
-either direction."""
+To the daemon and the other engines the proxy is an engine: it has an engine's channel, journal and doorbell, and a queue in the
+memory that engines share to run split models. It passes messages on between the daemon and the engine. When a step of a split model
+is in its queue, it sends to the other host the plan and those rows of the sequence table that the step reads. It also passes the
+hidden states of pipelines on, in either direction."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ class Proxy:
     # ---- to the engine
 
     def _run_queue(self) -> None:
-        """Takes the steps out of this proxy's queue in the exchange memory and sends them to the other host."""
+        """Takes the steps of split models out of this proxy's queue, in the memory that engines share, and sends them to the other
+        host."""
         while (offset := self._queue.take()) is not None:
             share = next((one for one in list(self._shares.values()) if one.region.offset == offset), None)
             if share is None:
@@ -156,7 +157,8 @@ class Proxy:
         self._wire.send(BeginShare(told, relative, tokens, share.token_bytes, share.sender is not None, share.receives))
 
     def _close(self, placement_id: int) -> None:
-        """Ends the proxy's membership in the group of a split model, before another group may get the group's region."""
+        """Ends the proxy's part in a split model, before another model may get the model's region (part of the engines' shared
+        memory)."""
         if (share := self._shares.pop(placement_id, None)) is not None:
             share.close()
 
@@ -241,8 +243,8 @@ class _Share:
             self.sender = StatesSender(wire, message.placement_id, region.new_link(), token_bytes, lambda: None)
 
     def next_step(self) -> Step:
-        """Returns the frame of the next step that the group's leader has posted. If the share has a `sender`, also asks it to send
-        the states that the previous stage computes in this step."""
+        """Returns the frame of the next step of the split model that its rank 0 has posted. If the share has a `sender`, also asks
+        it to send the states that the previous stage computes in this step."""
         plan = self.region.read_plan(self._model)
         if self.sender is not None:
             self.sender.step(int(plan.num_new.sum()))
@@ -257,8 +259,8 @@ class _Share:
             self._sent.send()
 
     def close(self) -> None:
-        """Ends the proxy's membership in the group, which breaks the group. Afterwards the proxy does not use the group's region
-        any more."""
+        """Ends the proxy's part in the split model, which marks the model as broken. Afterwards the proxy does not use the model's
+        region (part of the engines' shared memory) any more."""
         self.region.leave()
         if self.sender is not None:
             self.sender.close()

@@ -1,4 +1,5 @@
-"""Copies the rows of a step from the sequence table on the leader's host to the table on another host.
+"""Copies the rows of a step from the sequence table on the host of rank 0, which plans the steps of a split model, to the table on
+another host.
 
 A step reads only the rows of its plan, and of the rows' tokens only those that it computes. Block tables grow with each sequence,
 so only cells (block numbers) that have changed since the last step are copied.

@@ -55,8 +55,9 @@ NO_DRAFT = Draft([], [])
 @dataclass(slots=True)
 class Owed:
     """The answers of one kind (to Start, or to Advance) that a grammar process still owes. keys: the requests that it was asked
-    about, in the order of asking. since_s: when the first of these answers was asked for or, if that was later, when the process
-    last gave such an answer or read messages that had been kept for it."""
+    about, in the order of asking. since_s: the time since which the process has been silent, by which a hanging process is
+    recognised. It is the time when the first of these answers was asked for or, if that was later, when the process last gave an
+    answer of this kind or read messages that had been kept for it."""
 
     keys: dict[int, None] = field(default_factory=dict)
     since_s: float = 0.0

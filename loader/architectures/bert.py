@@ -123,8 +123,9 @@ class Encoder:
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Returns the shape with the prefix that the encoder's tensors have in this checkpoint: `body` if the model was saved with
-        a head, else none. names: those of the checkpoint's tensors."""
+        """Returns the shape with tensor_prefix set to the prefix that the encoder's tensors have in this checkpoint: the value of
+        the field `body` (such as "bert.") if the model was saved with a head, otherwise "". names: the names of the checkpoint's
+        tensors."""
         return replace(shape, tensor_prefix=self.body) if any(name.startswith(self.body) for name in names) else shape
 
 

@@ -465,10 +465,10 @@ def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
 def _projections(
     names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool, divided: str = "", unit: int = 1
 ) -> list[TensorGroup]:
-    """Returns the tensor groups of matrices [outputs, inputs] that one matrix multiplication reads, and of their biases if
-    has_bias. names: the matrices' names; a single name if one tensor holds all of them. outputs: number of outputs of each matrix.
-    divided: how devices share the matrices (ROWS, COLUMNS or ""). unit: number of rows or columns that stay on one device
-    (TensorGroup)."""
+    """Returns one TensorGroup with the matrices [outputs, inputs] that one matrix multiplication reads and, if has_bias, a second
+    one with their biases. names: the matrices' names; a single name if one tensor holds all of them. outputs: number of outputs of
+    each matrix. divided: how devices share the matrices (ROWS, COLUMNS or ""). unit: devices get whole runs of so many adjacent
+    rows or columns (head_dim, for example, if no head may be divided)."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs, joined = list(zip(names, widths, strict=True)), (outputs,) if widths != outputs else ()
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)

@@ -38,8 +38,11 @@ class DeltaNames:
 @dataclass(slots=True, frozen=True)
 class Deltas:
     """The settings of the layers of the gated delta rule in a family of decoders: tensor names, and defaults for keys that
-    config.json leaves out. by_head: whether the outputs of the layers' projections are grouped by key head; otherwise they are
-    grouped by kind (queries, keys, ...). In a family with by_head, `names` has one name for inputs and one for gates."""
+    config.json leaves out.
+
+    by_head: the order of the outputs of the layers' input and gate matrices. True: they are grouped by key head. False: they are
+    grouped by kind, with all queries first, then all keys, and so on. names.inputs and names.gates then have two matrices each:
+    (queries, keys and values; output gates) and (update rates; decays). With by_head, each has one matrix that makes both."""
 
     names: DeltaNames = DeltaNames()
     by_head: bool = False

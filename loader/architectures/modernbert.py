@@ -144,8 +144,8 @@ class ModernEncoder:
         return not self.scores and name.startswith(("head.", "decoder."))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Returns the shape with the prefix that the encoder's tensors have in this checkpoint: "model." if the model was saved
-        with a head, else none. names: those of the checkpoint's tensors."""
+        """Returns the shape with tensor_prefix set to the prefix that the encoder's tensors have in this checkpoint: "model." if
+        the model was saved with a head, otherwise "". names: the names of the checkpoint's tensors."""
         return replace(shape, tensor_prefix=_BODY) if any(name.startswith(_BODY) for name in names) else shape
 
 

@@ -112,8 +112,8 @@ def _in_parts(write: Callable[[torch.Tensor, torch.Tensor], None], stored: torch
 
 @contextmanager
 def _of_span(span: Span) -> Iterator[None]:
-    """Returns a context manager that turns a ValueError about the numbers of a span (part of a read) into a CheckpointError that
-    names the tensor and the span's bytes."""
+    """Returns a context manager that turns a ValueError about the values stored in a span (part of a read) into a CheckpointError.
+    The CheckpointError names the tensor and the range of the tensor's bytes that the span contains."""
     try:
         yield
     except ValueError as error:

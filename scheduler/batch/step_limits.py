@@ -132,13 +132,13 @@ class StepLimits:
         return max(1, self.decoding.tokens_within(self._computing_s(turns), most, lambda rows: (rows * context,), one_more=True))
 
     def rows_beside_prompt(self, most: int, context: float, turns: int, strict: bool = False) -> int:
-        """Returns how many of `most` sequences, at least 1, may decode in a step that also has room for the smallest chunk of a
-        prompt.
+        """Returns how many of `most` sequences may decode in a step that also has room for the smallest chunk of a prompt. The
+        result is never below 1, even if such a step takes too long with one sequence.
 
         context: average number of positions a row attends to. The chunk is assumed to be the beginning of a prompt, which attends
         to the fewest positions. turns: how many turns (time slices of the device) the step may take; 0: no limit. strict: True: the
-        step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is longer, the step may take as
-        long as that one (at most two turns)."""
+        step must end within its turns. False: it may also take as long as the cheapest step with a chunk of a prompt, up to two
+        turns, if that is longer."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)

@@ -1,7 +1,7 @@
-"""Chooses the models to evict from a device to make room. A pure function of numbers.
+"""Chooses the models to evict from a device to make room. Its functions depend on their arguments alone.
 
-Victims are chosen in ascending order of value = priority x request rate x reload seconds / bytes freed: the seconds of reloading
-that the model's absence is expected to cost per second, weighted by priority, per byte gained.
+A model's value is priority x request rate x reload seconds / bytes freed: the seconds of reloading that its absence is expected to
+cost per second, weighted by priority, per byte that its eviction frees. Models of low value are evicted first.
 """
 
 from __future__ import annotations
@@ -75,15 +75,18 @@ class _Place:
 
 
 def victims(target: Target, resident: Iterable[Resident]) -> list[Resident] | None:
-    """Returns the models to evict so that the target fits, as few as needed: idle models before busy ones, in ascending order of
-    value, and of equal value the longest unused first. [] if the target fits already; None if it cannot fit."""
+    """Returns the models to evict so that the target fits on the device: [] if it fits already, None if it cannot fit. Models are
+    chosen one after the other until the target fits: idle ones before busy ones, then by the value in their field `value` (what
+    their absence is expected to cost), the lowest first, and of equal value the longest unused first. Chosen models that turn out
+    not to be needed are left out."""
     return victims_on_all([(target, resident)])
 
 
 def victims_on_all(members: Sequence[tuple[Target, Iterable[Resident]]]) -> list[Resident] | None:
-    """Returns the models to evict so that a model fits on each of several devices, as few as needed: idle models before busy ones,
-    in ascending order of value; None if it cannot fit. A victim is evicted from all of these devices. members: for each device the
-    target and the copies there."""
+    """Returns the models to evict so that a model fits on each of several devices: [] if it fits already, None if it cannot fit.
+    Models are chosen one after the other until it fits: idle ones before busy ones, then by the value in their field `value` (what
+    their absence is expected to cost), the lowest first. Chosen models that turn out not to be needed are left out. A chosen model
+    is evicted from all of these devices. members: for each device the target and the copies there."""
     places = [_Place(target, resident) for target, resident in members]
     evictable = {model.name: model for place in places for model in place.evictable}
     order = sorted(evictable.values(), key=lambda model: (model.busy, model.value, model.last_used, model.name))

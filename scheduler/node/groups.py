@@ -110,9 +110,12 @@ def is_group(devices: Sequence[str], num_ranks: int, num_stages: int = 1) -> boo
 
 
 class _Stages:
-    """Lists the groups that devices of several hosts can form, in the order of itertools.combinations. A combination is abandoned
-    as soon as no group can begin with it, because there may be very many combinations before the first group. pool: the devices.
-    stage_size: devices of each pipeline stage."""
+    """Lists the groups of devices of several hosts that may hold a split model together. The condition is that a group has whole
+    pipeline stages on each host, at least one of them on this machine. pool: the devices. stage_size: number of devices of each
+    pipeline stage.
+
+    The groups come in the order of itertools.combinations. A combination is abandoned as soon as no group can begin with it,
+    because there may be very many combinations before the first group."""
 
     def __init__(self, pool: Sequence[str], stage_size: int) -> None:
         self._pool, self._stage_size = pool, stage_size

@@ -275,10 +275,10 @@ def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resid
 
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
-    """Returns the value by which victims are compared (eviction.value); the model with the least value is evicted first. It is the
-    seconds of reloading per second that the model's absence from the device is expected to cost, times its priority, per byte that
-    its eviction frees. It is 0 for a spare replica, because another one goes on serving the model. chunks: how many chunks its
-    eviction frees."""
+    """Returns the value of a model on a device, by which the models to evict are chosen (the one with the lowest value is evicted
+    first). It is the seconds of reloading per second that the model's absence from the device is expected to cost, times its
+    priority, per byte that its eviction frees. It is 0 for a spare replica, because another replica goes on serving the model.
+    chunks: how many chunks the model's eviction frees."""
     if model.is_spare:
         return 0.0
     reload_s = node.reload_s(model, device)

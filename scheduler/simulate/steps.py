@@ -88,9 +88,9 @@ class ModelSteps:
         return self._limits.turns_s(turns) if turns else None
 
     def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
-        """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. turns: how many turns
-        (time slices of the device) the step may take; 0: any time. strict: True: the step is to end within its turns. False: if
-        even the cheapest step with a chunk of a prompt is longer, the step may take as long as that one (at most two turns)."""
+        """Returns how many of num_rows sequences, at least one, may decode in a step that also computes a chunk of a prompt. turns:
+        how many turns (time slices of the device) the step may take; 0: any time. strict: True: the step must end within its turns.
+        False: it may also take as long as the cheapest step with a chunk of a prompt, up to two turns, if that is longer."""
         key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:

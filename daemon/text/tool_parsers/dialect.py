@@ -74,8 +74,8 @@ class DialectParser(ABC):
         self._call, self.lead, self.mode = call, "", self._in_call
 
     def no_call(self) -> None:
-        """Called where a call was expected and none begins: makes `lead` (the text that was read as the beginning of a call) and
-        the text that follows content."""
+        """Ends the reading of a call, where a call was expected and none begins. The text in `lead`, which was read as the
+        beginning of a call, and the text that follows it become content of the answer."""
         self.mode = self.content
 
     def closed(self, marker: str, text: str, at: int) -> int:

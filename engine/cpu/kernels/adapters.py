@@ -44,9 +44,12 @@ _up_one, _up_some = up_tile(1, ONE_VECTORS), up_tile(UP_ROWS, SOME_VECTORS)
 
 @njit(**_HELPER)
 def _tiles_of(numbers: Any, places: Any, ranks: Any) -> Any:
-    """Returns the tiles of a step, [tiles, 4] int64: the index of a tile's first token, its number of tokens, the index in `memory`
-    where its adapter's matrices begin, and the adapter's rank. A token is in no tile if it has no adapter, or if its adapter does
-    not change this product. The arguments are those of _add_adapters."""
+    """Cuts a step's T tokens into tiles of adjacent tokens with the same LoRA adapter, and returns the tiles, [tiles, 4] int64: the
+    index of a tile's first token, its number of tokens, the index in the adapters' memory where its adapter's matrices begin, and
+    the adapter's rank. A token is in no tile if it has no adapter, or if its adapter does not change this product.
+
+    numbers [T] int32: the adapter of each token, -1 for none. places [S] int64: where each adapter's matrices begin; -1: it has
+    none for this product. ranks [S] int32: each adapter's rank."""
     num_tokens = numbers.shape[0]
     found = np.empty((num_tokens, 4), np.int64)
     num_tiles = token = 0
@@ -137,8 +140,12 @@ def _up_columns(made: Any, rows: Any, column: int, rank: int, memory: Any, at: i
 def _up_rest(
     made: Any, rows: Any, column: int, rank: int, memory: Any, at: int, width: int, out: Any, begin: int, num: int
 ) -> None:
-    """Adds one tile's products with the last `num` columns of a part to out, where `num` is below COLUMNS. The other arguments are
-    those of _up_columns."""
+    """Adds one tile's products with the last `num` columns of a part of "up" to out, where `num` is below COLUMNS; _up_columns does
+    the same for COLUMNS columns.
+
+    made: the tile's products with "down". rows: the tile's first token, and the token after its last. column: where the part's
+    products begin in a row of made. rank: the adapter's rank. at: the index in memory of the first of these columns in the first
+    row of "up". width: the number of columns of the part. begin: the column of out at which the results begin."""
     for row in range(rows[0], rows[1]):
         for n in range(num):
             total = np.float32(0.0)

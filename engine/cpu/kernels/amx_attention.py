@@ -84,11 +84,13 @@ def place_chunk(
 
 @njit(**HELPER)
 def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim: int, ahead: Any) -> None:
-    """Fills ahead [G * D / 2] with the indices in kv at which other functions prefetch the keys and values of one chunk, of all G
-    KV heads of size D: one index for each FETCHED elements. places: as place_chunk fills it. layer_at: the index of the layer
-    within a block. plane: the number of elements from one KV head's keys to the next one's.
+    """Fills ahead [G * D / 2] with the places in kv at which other functions prefetch a chunk's keys and values, of all G KV heads
+    of size D. A place is an index into kv as a flat array; there is one for each FETCHED elements.
 
-    Consecutive indices are in different tiles (a chunk has four), so that several pages of memory are read at a time and their
+    places: where the chunk's tiles of 16 positions begin in kv; the caller gets them from place_chunk. layer_at: the index of the
+    layer within a block. plane: the number of elements from one KV head's keys to the next one's.
+
+    Consecutive places are in different tiles (a chunk has four), so that several pages of memory are read at a time and their
     delays overlap."""
     number = 0
     for head in range(2 * kv_heads):
@@ -198,9 +200,12 @@ def score_rows(
     ahead: Any,
     number: int,
 ) -> None:
-    """Fills spread [rows, 64] with the scores, not yet scaled, of num_rows query heads (16 at most) with a chunk's 64 positions.
-    row: the first of these heads in `queries`, a multiple of 16. scores [64 * 16] float32 is work space; the other arguments are
-    those of _score."""
+    """Computes the scores (dot products, not yet scaled) of num_rows query heads, 16 at most, with the keys of a chunk's 64
+    positions, into spread [rows, 64].
+
+    queries: the query heads, as pack_queries writes them. row: the first of these heads in `queries`, a multiple of 16. places:
+    where the keys of the chunk's tiles begin in kv. keys_at: the offset that is added to each of these indices. scores [64 * 16]
+    float32: work space. ahead, number: the places that are prefetched meanwhile (see _score)."""
     _score(queries, row * (head_dim // 2), kv, places, keys_at, head_dim, scores, ahead, number)
     if num_rows <= 4:
         _four_rows(scores, spread)

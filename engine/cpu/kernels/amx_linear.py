@@ -119,10 +119,11 @@ def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int
 def _share(
     words: Any, columns: int, packs: bool, units: Any, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """Computes x @ weight transposed, times scale and plus bias, for all rows and one share (`share` of num_shares) of the outputs,
-    into out [R, N]. words: the inputs as columns [C, S, 16, 16], then each share's work space (see scratch_words). columns, packs:
-    the results of _columns. units [rows]: the units of digits (see int8.py). The other arguments are those of _amx_linear and
-    _amx_int8_linear."""
+    """Computes x [R, K] @ weight [N, K] transposed, times scale [N] and plus bias [N], for all rows and one share (`share` of
+    num_shares) of the outputs, into out [R, N]. The weights are bfloat16 or int8.
+
+    words: the inputs x as columns [C, S, 16, 16], then each share's work space (see scratch_words). columns, packs: the results of
+    _columns. units [rows]: the units of digits, for int8 weights (see int8.py)."""
     begin, end = _outputs_of(share, num_shares, out.shape[1])
     num_outputs, width = weight.shape
     packed_at = 0

@@ -115,9 +115,10 @@ def _attend_share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes one share (`share` of num_shares) of the attention and writes it to out. The work is cut into items, each of a few
-    tokens of a row and one KV head, which are dealt out to the shares in turn. group: number of query heads that share a KV head.
-    The other arguments are those of _prefill_attention_tiles."""
+    """Computes one share (`share` of num_shares) of the attention of a step's long rows, and writes it to out [T, H * D]. The
+    queries, keys and values of the step's tokens are in qkv, those of earlier positions in kv. The work is cut into items, each of
+    a few tokens of a row and one KV head, which are dealt out to the shares in turn. group: number of query heads that share a KV
+    head. The parameters with other names are explained in _prefill_attention."""
     at_once = max(1, _ROWS // group)
     num_rows = (at_once * group + 15) // 16 * 16
     plane = block_tokens * head_dim
@@ -190,8 +191,9 @@ def _prefill_attention_tiles(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes the attention of rows with more than longer_than new tokens with AMX tiles, in bfloat16. The arguments are those of
-    prefill._prefill_attention, where comments say what each one is."""
+    """Computes the attention of rows with more than longer_than new tokens with AMX tiles, in bfloat16, from the queries in qkv and
+    the keys and values in kv, and writes it to out. It is the counterpart of prefill._prefill_attention, where a comment explains
+    each parameter."""
     for share in prange(num_shares):
         _attend_share(
             qkv,

@@ -92,9 +92,12 @@ def _convolve(
     width: int,
     mixed: Any,
 ) -> None:
-    """Convolves `width` columns of one row's tokens into mixed. Also writes these columns of the last N - 1 tokens to each state
-    for which the row has a block. start: the row's first token in the step. num: its number of tokens in the step. context: its
-    number of positions after the step. The other arguments are those of _delta_convolve."""
+    """Computes the causal convolution of one row's tokens in x [T, columns] for `width` channels, and writes silu of the results to
+    mixed. Also writes these channels of the last N - 1 tokens to each state for which the row has a block.
+
+    convolution [C, N]: the weights of the C channels. at: the first of the columns of x that are read. channel: the first of these
+    channels. start: the row's first token in the step. num: its number of tokens in the step. context: its number of positions
+    after the step. states, layers, layer, state_values, block_tokens: where the states lie (see _delta_convolve)."""
     conv_width, before = mixed.shape[1], convolution.shape[1] - 1
     whole, first = width - width % LANES, context - num
     weights, seen = np.empty((before + 1) * width, np.float32), np.zeros(before * width, np.float32)
@@ -239,9 +242,12 @@ def _row_of_head(
     columns: Any,
     out: Any,
 ) -> None:
-    """Computes the outputs of one row's tokens for one value head, and writes the row's new states. decay, step_bias: numbers of
-    this head. blocks [B]: the row's block table. start, num, context: the row's first token in the step, its number of tokens in
-    the step, and its number of positions after the step. The other arguments are those of _delta_rule."""
+    """Computes the outputs of one row's tokens for one value head by the gated delta rule, and writes the row's new states. The
+    queries, keys and values are read from mixed [T, C], the rates and decays from gates [T, 2 V], the output's gates from x.
+
+    decay, step_bias: numbers of this head. norm [D]: weights of the norm of the outputs. blocks [B]: the row's block table. start,
+    num, context: the row's first token in the step, its number of tokens in the step, and its number of positions after the step.
+    The parameters that are not explained here are commented in _delta_rule."""
     key_dim, width = sizes[2], sizes[3]
     served = sizes[1] // sizes[0]
     key_head, number = head // served, head % served

@@ -141,8 +141,10 @@ def _multiply(
     ahead: int,
     folded: Any,
 ) -> int:
-    """Multiplies up to 4 of the num_rows rows of x, from index x_at on, with the weights of OUTPUTS outputs, and writes the results
-    to folded. Returns the number of rows that were multiplied. The other arguments are those of four_bits_tile."""
+    """Multiplies up to 4 of the num_rows rows of x, from index x_at on, with the four-bit weights of OUTPUTS outputs, and writes
+    the results to folded. Returns the number of rows that were multiplied. blocks, at: the weights' bytes, and the index of the
+    first of them. scales, zeros, factors: the weights' scales and zero points, and the factors made of the scales. four_bits_tile
+    explains their order and the remaining parameters."""
     if num_rows == 1 or ROWS == 1:
         _one_row(x, x_at, blocks, at, scales, zeros, zeros_at, factors, num_factors, shift, groups, ahead, folded)
         return 1
@@ -171,9 +173,12 @@ def _stripe(
     begin: int,
     out: Any,
 ) -> None:
-    """Computes up to _STRIPE outputs, from `begin` on, of one expert's rows into out [R, N]. at: the index of the expert's first
-    output among all experts' outputs. bias: [N], or [0] for none. factors [OUTPUTS * G] and folded [ROWS * OUTPUTS] are work space.
-    The other arguments are those of _grouped_four_bits_linear."""
+    """Multiplies one expert's rows [R, K] with the expert's four-bit weights and adds the bias, for up to _STRIPE outputs from
+    `begin` on, into out [R, N].
+
+    blocks, scales, zeros: the weights' bytes, scales and zero points, of all experts. group: how many inputs share a scale. at: the
+    index of the expert's first output among all experts' outputs. bias: [N], or [0] for none. factors [OUTPUTS * G] and folded
+    [ROWS * OUTPUTS] are work space. halves: whether scales of 16 bits are float16; False: bfloat16."""
     num_rows, groups = rows.shape[0], rows.shape[1] // GROUP
     num_factors, shift = factors.shape[0] // OUTPUTS, _shift(group, rows.shape[1])
     panel_bytes = OUTPUTS * groups * GROUP_BYTES
@@ -210,8 +215,12 @@ def _share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Multiplies the rows of each expert that has at most most_rows rows with the expert's four-bit matrix and adds its bias, for
-    one share (`share` of num_shares) of the work. The arguments are those of _grouped_four_bits_linear."""
+    """Multiplies rows x [P, K], sorted by expert, with the four-bit matrices [N, K] of their E experts and adds the biases, for one
+    share (`share` of num_shares) of the work, into out [P, N]. Experts with more than most_rows rows are left out.
+
+    blocks, scales, zeros: the weights' bytes, scales and zero points, of all experts. group: how many inputs share a scale. halves:
+    whether scales of 16 bits are float16; False: bfloat16. bias: [E, N], or [E, 0] for none. firsts [E + 1]: the first row of each
+    expert."""
     num_experts, num_outputs = firsts.shape[0] - 1, out.shape[1]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + _STRIPE - 1) // _STRIPE, share, num_shares)
     factors = np.empty(OUTPUTS * (x.shape[1] // group), np.float32)

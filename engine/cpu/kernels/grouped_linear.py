@@ -75,8 +75,9 @@ def grouped_linear_signature(element: types.Type) -> Any:
 
 @njit(**_HELPER)
 def _share(x: Any, weight: Any, bias: Any, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any) -> None:
-    """Multiplies the rows of each expert that has at most most_rows rows with the expert's matrix and adds its bias, for one share
-    (`share` of num_shares) of the work. The other arguments are those of _grouped_linear."""
+    """Multiplies rows x [P, K], sorted by expert, with the matrices weight [E, N, K] of their experts and adds the biases, for one
+    share (`share` of num_shares) of the work, into out [P, N]. Experts with more than most_rows rows are left out. bias: [E, N], or
+    [E, 0] for none. firsts [E + 1]: the first row of each expert."""
     num_experts, num_outputs = weight.shape[:2]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + STRIPE - 1) // STRIPE, share, num_shares)
     none = np.empty(0, np.float32)
@@ -111,8 +112,9 @@ def grouped_fp8_linear_signature(element: types.Type, code: types.Type = uint8) 
 def _fp8_share(
     x: Any, weight: Any, scales: Any, group: int, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any
 ) -> None:
-    """Multiplies the rows of each expert that has at most most_rows rows with the expert's FP8 or int8 matrix, for one share
-    (`share` of num_shares) of the work. The other arguments are those of _grouped_fp8_linear."""
+    """Multiplies rows x [P, K], sorted by expert, with the FP8 or int8 matrices weight [E, N, K] of their experts, for one share
+    (`share` of num_shares) of the work, into out [P, N]. Experts with more than most_rows rows are left out. scales: [E, N, G].
+    group: how many inputs share a scale. firsts [E + 1]: the first row of each expert."""
     num_experts, num_outputs = weight.shape[:2]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + FP8_STRIPE - 1) // FP8_STRIPE, share, num_shares)
     no_bias = np.empty(0, x.dtype)
@@ -164,9 +166,11 @@ def _widen(x: Any, weight: Any, firsts: Any, most_rows: int, expert: int, words:
 def _widened_share(
     x: Any, weight: Any, bias: Any, firsts: Any, most_rows: int, words: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """Multiplies the rows of each expert that has at most most_rows rows with the expert's matrix and adds its bias, for one share
-    (`share` of num_shares) of the work. words: the widened inputs, then each share's work space. The other arguments are those of
-    _grouped_widened_linear."""
+    """Multiplies rows, sorted by expert, with the bfloat16 matrices weight [E, N, K] of their experts in float32 and adds the
+    biases, for one share (`share` of num_shares) of the work, into out [P, N]. Experts with more than most_rows rows are left out.
+
+    words: the inputs x [P, K], widened to float32, then each share's work space. x: read for its width K alone. bias: [E, N], or
+    [E, 0] for none. firsts [E + 1]: the first row of each expert."""
     num_experts, num_outputs = weight.shape[:2]
     mine = stripes_of_share(firsts, most_rows, (num_outputs + WIDENED_STRIPE - 1) // WIDENED_STRIPE, share, num_shares)
     none, width = np.empty(0, np.float32), padded_inputs_of(x.shape[1])

@@ -1,5 +1,5 @@
 """Restricts a mixture of experts to the pairs of a token and an expert that one rank computes, where the experts are divided among
-ranks, the devices of a group (Numba). In sums over the ranks, the rank adds 0 for all other pairs.
+ranks, the devices of a split model (Numba). In sums over the ranks, the rank adds 0 for all other pairs.
 
 Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs, sorted by expert (experts.py).
 Reference implementation: reference.experts."""
@@ -17,12 +17,13 @@ KEEP_OWN_EXPERTS = void(int64, int64, int64[::1], int32[:, ::1], int32[::1], int
 
 @njit(**_OPTIONS)
 def keep_own_experts(first: int, num_own: int, slots: Any, places: Any, firsts: Any, tokens: Any) -> None:
-    """Restricts a routing, in place, to a rank's own experts: the numbers from `first` to below first + num_own. slots [T], places
-    [T, C], firsts [E + 1] and tokens [P]: as experts._route takes and fills them.
+    """Restricts a routing, in place, to the experts that one rank (device of a split model) holds: the numbers from `first` to
+    below first + num_own.
 
-    Afterwards the pairs of own experts have the rows from 0 on. firsts [:num_own + 1] holds the first row of each own expert, and
-    the end of the last one's rows. tokens holds the tokens of these rows, then zeros. The place of every other pair is the row
-    after the last own row."""
+    slots [T], places [T, C], firsts [E + 1] and tokens [P]: the routing, in the form of experts._route: each token's slot, the rows
+    of its pairs, the first row of each expert, and the token of each row. Afterwards the pairs of own experts have the rows from 0
+    on. firsts [:num_own + 1] holds the first row of each own expert, and the end of the last one's rows. tokens holds the tokens of
+    these rows, then zeros. The place of every other pair is the row after the last own row."""
     begin = firsts[first]
     num_rows = firsts[first + num_own] - begin
     for expert in range(num_own + 1):
@@ -43,9 +44,10 @@ KEEP_OWN_TURNS = void(int32[:, ::1], int64[::1], int32[:, ::1], int32[::1], int6
 
 @njit(**_OPTIONS)
 def keep_own_turns(turns: Any, slots: Any, places: Any, firsts: Any, tokens: Any, new_rows: Any, counts: Any) -> None:
-    """Restricts a routing, in place, to the pairs that a rank computes, where ranks have copies of each other's experts; the arrays
-    are those of keep_own_experts. The ranks that hold an expert divide its tokens: each computes those whose slot, modulo the
-    number of holders, is its index among the holders.
+    """Restricts a routing, in place, to the pairs of a token and an expert that this rank (device of a split model) computes, where
+    ranks have copies of each other's experts. The ranks that hold an expert divide its tokens: each computes those whose slot,
+    modulo the number of holders, is its index among the holders. slots, places, firsts and tokens: the routing, as in
+    keep_own_experts.
 
     turns [E, 3]: for each expert the number of its holders, this rank's index among them (-1: this rank does not hold the expert),
     and the expert's index among the rank's own experts, which ascends. new_rows [P]: scratch. counts: the number of rows of each

@@ -71,9 +71,9 @@ def _unpack_panel(packed: Any, panel: int, blocks: int, num_inputs: int, last: A
 
 @njit(**_HELPER)
 def _fused_share(x: Any, packed: Any, bias: Any, words: Any, begin: int, end: int, out: Any) -> None:
-    """Computes x @ the packed matrix transposed, plus bias, for all rows and for the outputs of the panels from begin to below end,
-    into the columns of these outputs in out [R, N]. packed: the matrix's arrays (body, codes, bases, starts, escapes). words: not
-    used. The other arguments are those of _packed_linear."""
+    """Computes x [R, K] @ a packed matrix [N, K] transposed, plus bias, for all rows and for the outputs of the panels from begin
+    to below end, into the columns of these outputs in out [R, N]. packed: the matrix's arrays (body, codes, bases, starts,
+    escapes). bias: [N], or [0] for none. words: not used."""
     body, codes, bases, starts, escapes = packed
     (num_rows, num_inputs), num_outputs = x.shape, out.shape[1]
     blocks = (num_inputs + BLOCK - 1) // BLOCK

@@ -1,5 +1,5 @@
-"""The indices of the words (int64) with which ranks, the devices of a group, exchange their parts of a tensor. The compiled kernels
-(engine/cpu/kernels/ranks.py) and the code that does the same without Numba (engine/cpu/ranks.py) both use them."""
+"""The indices of the words (int64) with which ranks, the devices of a split model, exchange their parts of a tensor. The compiled
+kernels (engine/cpu/kernels/ranks.py) and the code that does the same without Numba (engine/cpu/ranks.py) both use them."""
 
 from __future__ import annotations
 

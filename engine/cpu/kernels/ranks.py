@@ -1,5 +1,5 @@
-"""Joins the parts of a tensor that the ranks, the devices of a group, have computed (Numba), through memory that their processes
-share (engine/host/rank_memory.py).
+"""Joins the parts of a tensor that the ranks, the devices of a split model, have computed (Numba), through memory that their
+processes share (engine/host/rank_memory.py).
 
 Each rank copies a piece of its part into one of its two buffers, publishes the piece (a store with release), waits until all ranks
 have published theirs (loads with acquire), and reads all buffers in the order of the ranks. Two buffers used alternately are
@@ -185,9 +185,10 @@ def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
 
 @njit(**_HELPER)
 def _exchange(values: Any, at: int, count: int, own: Any, broken: Any, counters: Any, buffers: Any, rank: int) -> int:
-    """Copies `count` values, from index `at` on, into this rank's buffer, publishes them, and waits until all other ranks have
-    published theirs. Returns the number of this exchange, n >= 1, or 0 if the group is broken. Rank r's values are then in
-    buffers[2 r + n % 2]. The other arguments are those of sum_ranks."""
+    """Copies `count` values, from index `at` on, into this rank's buffer, publishes them, and waits until all other ranks (devices)
+    of the split model have published theirs. Returns the number of this exchange, n >= 1, or 0 if a device of the model has been
+    lost. Rank r's values are then in buffers[2 r + n % 2]. counters, buffers: memory that the ranks share. own, broken: this rank's
+    own words, and a word that is not 0 once a device has been lost (see sum_ranks)."""
     turn = own[PIECES] + 1
     own[PIECES] = turn
     to = buffers[2 * rank + (turn & 1)]
@@ -217,12 +218,12 @@ def sum_ranks_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def sum_ranks(x: Any, own: Any, broken: Any, counters: Any, buffers: Any, rank: int) -> None:
-    """Replaces the first own[SUM_ROWS] rows of x [T, W] by the sum of all ranks' x, added up in float32, in the order of the ranks,
-    and rounded once. If the group is broken, x has no meaning afterwards.
+    """Replaces the first own[SUM_ROWS] rows of x [T, W] by the sum of the x of all ranks (devices) of a split model, added up in
+    float32, in the order of the ranks, and rounded once. If a device of the model has been lost, x has no meaning afterwards.
 
-    own [OWN_WORDS] int64: words of this rank alone (rank_words.py). broken [1] int64: not 0 once the group is broken. counters [S,
-    LINE_WORDS] int64 and buffers [2 S, elements]: memory that the ranks share; rank r has line r, and buffers 2 r and 2 r + 1.
-    rank: this rank."""
+    own [OWN_WORDS] int64: words of this rank alone (rank_words.py). broken [1] int64: not 0 once a device of the model has been
+    lost. counters [S, LINE_WORDS] int64 and buffers [2 S, elements]: memory that the ranks share; rank r has line r, and buffers 2
+    r and 2 r + 1. rank: this rank."""
     values = x.reshape(-1)
     total, room = min(own[SUM_ROWS], x.shape[0]) * x.shape[1], buffers.shape[1]
     for at in range(0, total, room):
@@ -243,8 +244,9 @@ def gather_ranks_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def gather_ranks(part: Any, own: Any, broken: Any, counters: Any, buffers: Any, rank: int, out: Any) -> None:
-    """Writes the first own[GATHER_ROWS] rows of all ranks' parts [T, W] side by side, in the order of the ranks, to out [T, S * W].
-    If the group is broken, out has no meaning. The other arguments are those of sum_ranks."""
+    """Writes the first own[GATHER_ROWS] rows of the parts [T, W] that all ranks (devices) of a split model have computed side by
+    side, in the order of the ranks, to out [T, S * W]. If a device of the model has been lost, out has no meaning. part: this
+    rank's part. own, broken, counters, buffers, rank: as in sum_ranks."""
     values, width = part.reshape(-1), part.shape[1]
     total, room = min(own[GATHER_ROWS], part.shape[0]) * width, buffers.shape[1]
     for at in range(0, total, room):

@@ -118,8 +118,8 @@ def _add_lanes(x: Any, residual: Any, at: int, count: int, scale: Any, weight: A
 
 @njit(inline="always", fastmath=FASTMATH)
 def _add_squares(x: Any, residual: Any, at: int, count: int, scale: Any, weight: Any) -> Any:
-    """Adds elements of x to residual as _add_lanes does, and returns the squares of the sums. The arguments are those of
-    _add_lanes."""
+    """Adds `count` elements of x from index `at` on, times scale, to the same elements of residual, in place, and returns the
+    squares of the rounded sums in float32 lanes. weight: read for its element type alone, to which the sums are rounded."""
     values = _add_lanes(x, residual, at, count, scale, weight)
     return values * values
 

@@ -181,9 +181,10 @@ def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, 
 def widened_stripe(
     columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int
 ) -> None:
-    """Computes outputs begin to below end of all rows into out [R, N], without packing the weights. columns: the inputs, in
-    num_tiles tiles, as widen_rows writes them. sums: STRIPE_FLOATS float32 of work space. The other arguments are those of
-    _widened_linear."""
+    """Multiplies all rows of x with the weights of outputs begin to below end in float32, without packing the weights, into out [R,
+    N]. columns: the inputs x [R, K], in num_tiles tiles, as widen_rows writes them. weight [N, K]: bfloat16 bits, or int8. scale
+    [N]: the scale of each output's int8 weights; [0]: none. bias: [N], or [0] for none. sums: STRIPE_FLOATS float32 of work
+    space."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     whole = num_inputs // STEP * STEP
     panels = (end - begin + OUTPUTS - 1) // OUTPUTS

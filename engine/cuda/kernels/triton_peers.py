@@ -1,4 +1,5 @@
-"""Sums small tensors over the ranks of a group in one kernel (Triton), through memory that the ranks' GPUs map from each other.
+"""Sums small tensors over the ranks (GPUs) of a split model in one kernel (Triton), through memory that the ranks' GPUs map from
+each other.
 
 Each rank has a region of memory that all ranks have mapped. A program (a lane) handles LANE_BYTES of the tensor, independently of
 other lanes. It copies the rank's values to the rank's region, publishes the number of the call to the same lane of every rank,
