@@ -1,4 +1,4 @@
-"""The interfaces inside the daemon: what the API passes to the dispatcher, and how tokens come back.
+"""Defines the interfaces inside the daemon: what the API passes to the dispatcher, and how tokens come back.
 
 The hot path is `TokenSink.tokens`. The handling of an engine's message calls it directly, once per sequence and step, without an
 await, a task or a queue.

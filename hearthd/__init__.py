@@ -1,1 +1,1 @@
-"""The console scripts, and the check that the packages Python finds are hearthd's own. Part of hearthd."""
+"""Defines the console scripts, and checks that the packages Python finds are hearthd's own. Part of hearthd."""

@@ -1,4 +1,5 @@
-"""Cross-origin resource sharing (https://fetch.spec.whatwg.org/#http-cors-protocol): which other sites' pages may use the API.
+"""Implements cross-origin resource sharing (https://fetch.spec.whatwg.org/#http-cors-protocol): which other sites' pages may use
+the API.
 
 The browser's own credentials (cookies, remembered passwords) are not allowed: a page has to send its key.
 """

@@ -1,4 +1,5 @@
-"""The keys file: who may use the node, and how much. It holds only SHA-256 sums of keys, so reading it gives no access.
+"""Reads the keys file, which says who may use the node, and how much. It holds only SHA-256 sums of keys, so reading it gives no
+access.
 
 [tenants.search]
 keys = ["sha256:9f86d081…"]      # `hearth hash-key` makes them; []: nobody is this tenant

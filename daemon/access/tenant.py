@@ -1,4 +1,4 @@
-"""Tenants, the senders of requests, and their keys: the models that a tenant may use, its share and its limits."""
+"""Defines tenants, the senders of requests, and their keys: the models that a tenant may use, its share and its limits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The HTTP API over aiohttp: OpenAI's endpoints, Anthropic's messages, health and metrics."""
+"""Serves the HTTP API, with aiohttp: OpenAI's endpoints, Anthropic's messages, health and metrics."""

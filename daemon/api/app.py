@@ -1,5 +1,5 @@
-"""The HTTP application: passes requests to their endpoints, converts errors to the form of the client's API (such as OpenAI's), and
-gives each request an id.
+"""Runs the HTTP application: passes requests to their endpoints, converts errors to the form of the client's API (such as
+OpenAI's), and gives each request an id.
 """
 
 from __future__ import annotations

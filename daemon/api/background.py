@@ -1,5 +1,4 @@
-"""Responses that are generated in the background (`background: true`): they need no client's connection, and they survive the
-daemon.
+"""Generates responses in the background (`background: true`). They need no client's connection, and they survive the daemon.
 
 The bytes of such a request are read again on a connection without a client (daemon/http/no_client.py), and from there the request
 is handled like any other. Everything needed to continue it (its bytes, its nonce, the tokens so far) is written, as the tokens

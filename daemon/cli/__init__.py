@@ -1,3 +1,3 @@
-"""`hearth`: the operator's command line, with one file per group of commands. To start fast, it imports http.client for the control
-socket instead of a larger HTTP library; commands import what they need when they run.
+"""Implements `hearth`, the operator's command line, with one file for each few related commands. To start fast, it imports
+http.client for the control socket instead of a larger HTTP library; commands import what they need when they run.
 """

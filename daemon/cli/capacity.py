@@ -1,5 +1,5 @@
-"""`hearth plan --config FOLDER`: computes the memory that a model would take on given devices, which need not exist. It reads the
-model's config.json, and also its weight files if they are there. Needs no daemon.
+"""Implements `hearth plan --config FOLDER`, which computes the memory that a model would take on given devices, which need not
+exist. It reads the model's config.json, and also its weight files if they are there. Needs no daemon.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`hearth completion bash|zsh|fish`: prints a script that is generated from the parser, so that it has all commands and flags. The
-script asks the daemon for the models' names.
+"""Implements `hearth completion bash|zsh|fish`, which prints a script that is generated from the parser, so that it has all
+commands and flags. The script asks the daemon for the models' names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hearth experts`: how evenly tokens are spread over the experts of a model."""
+"""Implements `hearth experts`, which shows how evenly tokens are spread over the experts of a model."""
 
 from __future__ import annotations
 

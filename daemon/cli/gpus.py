@@ -1,4 +1,5 @@
-"""`hearth gpus`: shows what the driver reports about the machine's GPUs, asked through the daemon or directly."""
+"""Implements `hearth gpus`, which shows what the driver reports about the machine's GPUs. It asks the driver through the daemon or
+directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hearth lend`: lends devices of this host to a hearthd on another host, until it is ended."""
+"""Implements `hearth lend`, which lends devices of this host to a hearthd on another host, until the command is ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `hearth ps|models|load|unload|pin|unpin|enable|disable`."""
+"""Implements the commands `hearth ps|models|load|unload|pin|unpin|enable|disable`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `hearth status|drain|resume|reload|version`."""
+"""Implements the commands `hearth status|drain|resume|reload|version`."""
 
 from __future__ import annotations
 

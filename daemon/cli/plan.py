@@ -1,5 +1,5 @@
-"""`hearth plan`, `hearth evict` and `hearth history`: which models would be evicted to load others or to free memory, and which
-ones were evicted.
+"""Implements `hearth plan`, `hearth evict` and `hearth history`, which show the models that would be evicted to load others or to
+free memory, and those that were evicted.
 """
 
 from __future__ import annotations

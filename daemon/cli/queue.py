@@ -1,4 +1,4 @@
-"""`hearth queue`: lists the requests that wait, and the text workers' jobs."""
+"""Implements `hearth queue`, which lists the requests that wait, and the text workers' jobs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`hearth rm NAME`: deletes a model's folder. It runs in this process and as its user, because the service may not write to the
-models folder.
+"""Implements `hearth rm NAME`, which deletes a model's folder. It runs in this process and as its user, because the service may not
+write to the models folder.
 
 The folder is first renamed to `.removing-NAME`, which scans ignore: the model exists completely or not at all. The remains of an
 interrupted removal are deleted when the same command is given again.

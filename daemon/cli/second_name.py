@@ -1,4 +1,4 @@
-"""`hearth cp NAME NEW`: gives a model a second name, as a link beside its folder. The weights are not copied."""
+"""Implements `hearth cp NAME NEW`, which gives a model a second name, as a link beside its folder. The weights are not copied."""
 
 from __future__ import annotations
 

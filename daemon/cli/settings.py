@@ -1,4 +1,4 @@
-"""The command `hearth config`: the settings that the daemon uses, and where each is set."""
+"""Implements `hearth config`, which shows the settings that the daemon uses, and where each is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `hearth why` and `hearth events`, which show what happened."""
+"""Implements the commands `hearth why` and `hearth events`, which show what happened."""
 
 from __future__ import annotations
 

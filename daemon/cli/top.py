@@ -1,5 +1,5 @@
-"""`hearth top`: shows how memory is divided, what runs, and the last swaps. It is drawn with plain ANSI codes, and with colours
-only on a terminal.
+"""Implements `hearth top`, which shows how memory is divided, what runs, and the last swaps. It is drawn with plain ANSI codes, and
+with colours only on a terminal.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The engines' reports on compiling kernels. While a device's kernels are being compiled, its models are slower, or a load waits
-for the kernels."""
+"""Handles the engines' reports on compiling kernels. While a device's kernels are being compiled, its models are slower, or a load
+waits for the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of engines, for `/readyz?probe=SECONDS`: asks engines for a token that is known beforehand, and measures how long their
+"""Probes engines, for `/readyz?probe=SECONDS`: asks engines for a token that is known beforehand, and measures how long their
 answers take."""
 
 from __future__ import annotations

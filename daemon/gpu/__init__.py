@@ -1,1 +1,1 @@
-"""The node's GPUs, as the driver reports them."""
+"""Finds the node's GPUs, as the driver reports them, and watches them for faults."""

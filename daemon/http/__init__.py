@@ -1,1 +1,1 @@
-"""HTTP/1.1 connections: sockets, limits on connections, requests and responses."""
+"""Serves HTTP/1.1 connections: listens on sockets, limits the connections, and passes on requests and responses."""

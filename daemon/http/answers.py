@@ -1,4 +1,4 @@
-"""HTTP responses with a JSON body: answers and errors."""
+"""Makes HTTP responses with a JSON body: answers and errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Client connections that outlive the daemon: systemd's FD store keeps their sockets over a restart, together with their states for
-the next daemon.
+"""Keeps client connections open when the daemon restarts: systemd's FD store keeps their sockets over a restart, together with
+their states for the next daemon.
 
 There may be thousands of them. So the store gets a single socket, in which all client sockets and the account of their states are
 queued (daemon/process/queued_descriptors.py).

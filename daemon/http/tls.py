@@ -1,4 +1,4 @@
-"""TLS for the listeners: reads the certificate and its key, and tests them before they are used.
+"""Sets up TLS for the listeners: reads the certificate and its key, and tests them before they are used.
 
 A pair that does not work is refused as a whole. OpenSSL's own errors name no file, so each file is checked by itself first; then a
 handshake in memory shows that the pair works, and yields the certificate's fields.

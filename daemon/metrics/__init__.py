@@ -1,1 +1,1 @@
-"""The node's counters, and their rendering as the page /metrics for Prometheus."""
+"""Keeps the node's counters, and renders them as the page /metrics for Prometheus."""

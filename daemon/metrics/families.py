@@ -1,5 +1,5 @@
-"""Every metric of /metrics: name, kind, unit, labels, meaning. docs/reference/metrics.md is made from this table by `python -m
-daemon.metrics.families`, and /metrics contains only metrics of this table.
+"""Lists all metrics of /metrics, each with its name, kind, unit, labels and meaning. docs/reference/metrics.md is made from this
+table by `python -m daemon.metrics.families`, and /metrics contains only metrics of this table.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The node: makes and connects the daemon's parts, and holds the settings in use and reloads them."""
+"""Makes the parts of the daemon of one node and connects them; holds the settings in use and reloads them."""

@@ -1,1 +1,1 @@
-"""The operators' side of the node: the control API and its views."""
+"""Serves the node's operators: the control API, and the views that `hearth` and the status page show."""

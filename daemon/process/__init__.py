@@ -1,1 +1,2 @@
-"""Facilities of the daemon's process that do not depend on what it serves: logs, supervised tasks, systemd, watches of files."""
+"""Provides what the daemon's process needs whatever it serves: logs, supervised tasks, the connection to systemd, watches of
+files."""

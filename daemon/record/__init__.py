@@ -1,1 +1,1 @@
-"""Records of the node: the state on disk, the latest events, the audit log."""
+"""Keeps the node's records: the state on disk, the latest events, the audit log."""

@@ -1,1 +1,1 @@
-"""The open requests: links the API with the node scheduler and the engines."""
+"""Keeps the open requests, and connects the API with the node scheduler and the engines."""

@@ -1,2 +1,2 @@
-"""Implements `hearth simulate` and `hearth trace`: reads files and prints tables. The simulation itself is in
+"""Implements `hearth simulate` and `hearth trace`, which read files and print tables. The simulation itself is in
 scheduler/simulate."""

@@ -1,4 +1,5 @@
-"""The hot path from an engine's step to a client's socket: one write of one pre-built frame per token, nothing else.
+"""Writes the tokens of an engine's steps to the clients' sockets. This is the hot path: one write of one pre-built frame per token,
+nothing else.
 
 A `Stream` is the TokenSink of one streamed sequence, a `Collector` that of a sequence answered in one piece. All sequences of a
 request form a group (`StreamGroup`, `CollectorGroup`), whose `done` the request's handler awaits. Frames are written to the

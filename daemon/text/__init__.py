@@ -1,1 +1,1 @@
-"""Chat templates and tokenizers, run in helper processes so that their work never blocks the event loop."""
+"""Runs chat templates and tokenizers in helper processes, so that their work never blocks the event loop."""

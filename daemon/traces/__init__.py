@@ -1,1 +1,1 @@
-"""Traces of requests and loads (OpenTelemetry): the spans that they consist of, and how these get to a collector."""
+"""Traces requests and loads (OpenTelemetry): makes the spans of which a trace consists, and sends them to a collector."""

@@ -1,4 +1,5 @@
-"""The headers that make a request part of its caller's trace: traceparent and tracestate (https://www.w3.org/TR/trace-context/)."""
+"""Reads and makes the headers by which a request is part of its caller's trace: traceparent and tracestate
+(https://www.w3.org/TR/trace-context/)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Upstreams: other servers with OpenAI's API that answer requests for some of this node's model names."""
+"""Forwards requests for some of this node's model names to upstreams: other servers with OpenAI's API."""

@@ -53,6 +53,6 @@ class Ranks(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises GroupBroken if a device of the split model has been lost. Called at the end of each step, because the exchanges
-        within a recorded step that runs again cannot raise."""
+        """Raises GroupBroken if a device of the split model has been lost. Called at the end of each step, because exchanges
+        between ranks in a recorded step that is run again cannot raise."""
         ...

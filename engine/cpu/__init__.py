@@ -1,2 +1,2 @@
-"""The `cpu` device: its memory, its operations, and how models run on it, with recorded steps (kernel calls that are kept and made
-again) where possible."""
+"""Implements the `cpu` device: its memory, its operations, and the steps of models on it. Where possible, the kernel calls of a
+step are recorded and made again."""

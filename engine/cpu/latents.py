@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) on the `cpu` device, with torch's matrix multiplications in float32.
+"""Computes multi-head latent attention (MLA) on the `cpu` device, with torch's matrix multiplications in float32.
 
 There are two forms of the computation. In the absorbed form the key matrix of each head is applied to the head's query, which then
 attends to the stored latents, and the head's value matrix is applied to the weighted sum. In the expanded form the keys and values

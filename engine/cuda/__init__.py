@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: memory, operations, models and CUDA graphs."""
+"""Implements the devices of kind `cuda`, NVIDIA GPUs: memory, operations, models and CUDA graphs."""

@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and the host while steps run. The device's copy engines make the copies, on one stream for each
+"""Copies data between a CUDA device and the host while steps run. The device's copy engines make the copies, on one stream for each
 direction. Kernels then compute checksums of the copied bytes.
 
 Host memory that is not registered with the driver (memory/host_registration.py) is copied through the driver's own buffers. That is

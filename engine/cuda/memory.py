@@ -1,6 +1,6 @@
-"""A CUDA device's chunks: physical allocations by the driver's virtual memory management. All chunks are mapped once as the arena
-(one address range); those with weights are also mapped into the address ranges of weights. Addresses never change, so captured
-graphs survive an eviction.
+"""Allocates a CUDA device's chunks: physical memory, by the driver's virtual memory management. All chunks are mapped once as the
+arena (one address range); those with weights are also mapped into the address ranges of weights. Addresses never change, so
+captured graphs survive an eviction.
 
 Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
 """

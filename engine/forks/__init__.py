@@ -1,1 +1,1 @@
-"""The process that forks engines, and the messages it exchanges with the daemon."""
+"""Implements the fork server, the process that forks engines, and its messages to and from the daemon."""

@@ -1,1 +1,1 @@
-"""The engine's loop, and the work that it does between steps."""
+"""Runs the engine's loop, and the work that it does between steps."""

@@ -1,11 +1,11 @@
 """Determines which devices may hold a model together. A whole model takes any one of the devices on which it may be. A split model
-(ModelFacts.num_ranks > 1) takes several of one kind, each of which holds one share.
+(ModelFacts.num_ranks > 1) takes several of one kind, a group, each of which holds one share.
 
 A device may be lent by another host (`cpu:0@b`). The devices of one pipeline stage exchange too many bytes for a network, so all
-devices of a stage must be on one host. The last stage must be on this machine, because its first device leads the group: requests
-are submitted to the engine of that device. (A model that is not divided into stages counts as one stage, whether it is split or
-not.) A group therefore has on each host the devices of one or more whole stages or none, and on this machine those of at least one
-stage.
+devices of a stage must be on one host. The last stage must be on this machine, because its first device is rank 0 of the model:
+requests are submitted to the engine of that device. (A model that is not divided into stages counts as one stage, whether it is
+split or not.) A group therefore has on each host the devices of one or more whole stages or none, and on this machine those of at
+least one stage.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def num_other_hosts(devices: Iterable[str]) -> int:
 def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[tuple[str, ...]]:
     """Returns sets of devices, each in the given order; the devices of a model are all taken from one set. For a whole model there
     is one set: all devices of this machine. For a split model there is one set for each kind of device ("cpu", "cuda") with enough
-    devices; it has only devices that can be part of a group. [] if there are too few devices. num_ranks: devices of a group.
-    num_stages: its pipeline stages."""
+    devices; it has only devices that can be part of a group, that is, hold the model together with others. [] if there are too few
+    devices. num_ranks: number of devices that the model takes. num_stages: the model's pipeline stages."""
     if num_ranks == 1:
         return [alone] if (alone := tuple(device for device in devices if host_of(device) == HERE)) else []
     by_kind: dict[str, list[str]] = {}
@@ -61,16 +61,17 @@ def pools(devices: Iterable[str], num_ranks: int, num_stages: int = 1) -> list[t
 
 
 def most_groups(pool: Iterable[str], num_ranks: int, num_stages: int = 1) -> int:
-    """Returns how many groups the devices `pool` can form at most, if no two groups share a device. num_ranks: devices of a group.
-    num_stages: number of its pipeline stages, at least one of which must be on this machine."""
+    """Returns how many copies of a split model the devices `pool` can hold at most, if no two copies share a device. num_ranks:
+    number of devices that a copy takes. num_stages: number of its pipeline stages, at least one of which must be on this
+    machine."""
     stage_size = num_ranks // num_stages
     stages = {host: number // stage_size for host, number in Counter(map(host_of, pool)).items()}
     return min(stages.get(HERE, 0), sum(stages.values()) // num_stages)
 
 
 def _usable(devices: Sequence[str], stage_size: int, num_stages: int) -> tuple[str, ...]:
-    """Returns those of the devices that can be part of a group that holds a split model; () if they can form no group. devices: all
-    of one kind. stage_size: devices of each pipeline stage. num_stages: number of stages."""
+    """Returns those of the devices that can hold a share of a split model together with others of them; () if they are too few for
+    a model. devices: all of one kind. stage_size: number of devices of each pipeline stage. num_stages: number of stages."""
     numbers = Counter(map(host_of, devices))
     if numbers[HERE] < stage_size or sum(number // stage_size for number in numbers.values()) < num_stages:
         return ()
@@ -126,8 +127,8 @@ class _Stages:
         self._left.reverse()
 
     def combinations(self, number: int, begin: int = 0, taken: tuple[int, ...] = ()) -> Iterator[tuple[str, ...]]:
-        """Yields all groups that consist of the devices at the indices `taken` in the pool and of `number` further devices, at
-        indices from `begin` on."""
+        """Yields all groups of devices that may hold a split model, and that consist of the devices at the indices `taken` in the
+        pool and of `number` further devices, at indices from `begin` on."""
         if not number:
             yield tuple(self._pool[at] for at in taken)
             return
@@ -139,8 +140,9 @@ class _Stages:
             have[self._hosts[at]] -= 1
 
     def _can_end(self, have: Counter[str], left: Counter[str], number: int) -> bool:
-        """Returns whether a group that has been begun can be completed with exactly `number` further devices. have: the devices
-        that the group already has, counted by host. left: the devices that may be added, counted by host."""
+        """Returns whether a combination of devices that has been begun can become a group for a split model, with exactly `number`
+        further devices. have: the devices that the combination already has, counted by host. left: the devices that may be added,
+        counted by host."""
         size, needed, more = self._stage_size, 0, 0
         for host in {HERE, *have, *left}:
             due = -have[host] % size if host or have[host] else size
@@ -152,5 +154,5 @@ class _Stages:
 
 
 def joined(devices: Iterable[str]) -> str:
-    """Returns the name of a group of devices, such as "cpu:0+cpu:1"; for a single device its own name."""
+    """Returns the name of the group of devices that hold a split model, such as "cpu:0+cpu:1"; for a single device its own name."""
     return "+".join(devices)

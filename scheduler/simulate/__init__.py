@@ -1,1 +1,2 @@
-"""Simulates a node faster than real time, to try its scheduler: engines and disks are a cost model. Read `simulation` first."""
+"""Simulates a node faster than real time, to try its scheduler. Engines and disks are replaced by a model of their costs. Read
+`simulation` first."""

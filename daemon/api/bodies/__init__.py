@@ -1,2 +1,2 @@
-"""The bodies of requests: their types, and how they are decoded and checked. Nothing here imports aiohttp, because text workers
-parse bodies, too."""
+"""Defines the types of request bodies, and decodes and checks the bodies. Nothing here imports aiohttp, because text workers parse
+bodies, too."""

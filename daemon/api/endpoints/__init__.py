@@ -1,1 +1,1 @@
-"""The endpoints of the HTTP API, one file each."""
+"""Implements the endpoints of the HTTP API, one file each."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, OpenAI's chat completions."""
+"""Serves POST /v1/chat/completions, OpenAI's chat completions."""
 
 from __future__ import annotations
 

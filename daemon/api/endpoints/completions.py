@@ -1,4 +1,4 @@
-"""POST /v1/completions, OpenAI's completions."""
+"""Serves POST /v1/completions, OpenAI's completions."""
 
 from __future__ import annotations
 

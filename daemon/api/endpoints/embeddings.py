@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: returns a vector for each text or list of token ids, from embedding models."""
+"""Serves POST /v1/embeddings: returns a vector for each text or list of token ids, from embedding models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form: the answer is a line of text."""
+"""Serves POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form. The answer is a line of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/ID: the list of models, in the form of OpenAI's API or, for its clients, Anthropic's.
+"""Serves GET /v1/models and /v1/models/ID: the list of models, in the form of OpenAI's API or, for its clients, Anthropic's.
 
 Source of Anthropic's form: https://platform.claude.com/docs/en/api/models/list.
 """

@@ -1,4 +1,4 @@
-"""Endpoints about the node itself: version, load, metrics."""
+"""Serves the endpoints about the node itself: version, load, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate of Ollama's API.
+"""Serves POST /api/chat and /api/generate of Ollama's API.
 
 Source: https://docs.ollama.com/api, and the types of Ollama's Python client.
 """

@@ -1,4 +1,4 @@
-"""POST /api/embed of Ollama's API, and /api/embeddings, which came before it and takes one text."""
+"""Serves POST /api/embed of Ollama's API, and /api/embeddings, which came before it and takes one text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: Ollama's endpoints for the list of models, the loaded models, the
-version, and the facts about one model."""
+"""Serves GET /api/tags, /api/ps and /api/version, and POST /api/show: Ollama's endpoints for the list of models, the loaded models,
+the version, and the facts about one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/rerank: orders documents by their relevance to a query, with cross-encoders."""
+"""Serves POST /v1/rerank: orders documents by their relevance to a query, with cross-encoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/responses/ID/input_items: the items from which a stored response was made, in pages.
+"""Serves GET /v1/responses/ID/input_items: the items from which a stored response was made, in pages.
 
 Source: https://platform.openai.com/docs/api-reference/responses/input-items.
 """

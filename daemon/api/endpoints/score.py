@@ -1,4 +1,4 @@
-"""POST /v1/score: returns the scores of pairs of texts, in the order of the pairs; in vLLM's form."""
+"""Serves POST /v1/score: returns the scores of pairs of texts, in the order of the pairs; in vLLM's form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize. The text worker writes the ids and texts of an answer as JSON; these endpoints only insert
+"""Serves POST /tokenize and /detokenize. The text worker writes the ids and texts of an answer as JSON; these endpoints only insert
 them."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""Code that the endpoints which generate text share: from a request's body to sequences, and from sequences to an answer."""
+"""Contains the code that all endpoints which generate text use: it makes sequences of a request's body, and an answer of the
+sequences' tokens."""

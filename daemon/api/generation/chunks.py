@@ -1,4 +1,4 @@
-"""OpenAI's chunks as server-sent events: everything in a chunk but its text is rendered only once per stream."""
+"""Renders OpenAI's chunks as server-sent events. Everything in a chunk but its text is rendered only once per stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The field prompt_logprobs of chats and completions, in vLLM's form: its limit and its rendering."""
+"""Checks and renders the field prompt_logprobs of chats and completions, in vLLM's form."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""`hearth pack` and `hearth verify`: store a model's weights losslessly in fewer bytes, and verify that they are the same."""
+"""Implements `hearth pack`, which stores a model's weights losslessly in fewer bytes, and `hearth verify`, which checks that these
+are the same weights."""

@@ -1,1 +1,1 @@
-"""`hearth pull`: downloads a checkpoint from the Hugging Face hub into the models folder."""
+"""Implements `hearth pull`, which downloads a checkpoint from the Hugging Face hub into the models folder."""

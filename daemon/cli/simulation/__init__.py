@@ -1,1 +1,1 @@
-"""`hearth simulate` and `hearth trace`: their options and their output."""
+"""Defines the options of `hearth simulate` and `hearth trace`, and prints their results."""

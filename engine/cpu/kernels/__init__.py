@@ -1,1 +1,1 @@
-"""Numba kernels of the `cpu` device."""
+"""Contains the Numba kernels of the `cpu` device."""

@@ -1,5 +1,5 @@
-"""Intel AMX in Numba kernels: instructions that multiply tiles of 16 rows of bfloat16 pairs (tdpbf16ps), and a function that tells
-whether this process may use them.
+"""Provides Intel AMX to Numba kernels: instructions that multiply tiles of 16 rows of bfloat16 pairs (tdpbf16ps), and a function
+that tells whether this process may use them.
 
 A tile register holds 16 rows of 64 bytes. dot(c, a, b) adds to c [16, 16] float32 the product of a [16, 32] with b [32, 16], both
 bfloat16. Rows of b are pairs: row i, column n holds elements 2 i and 2 i + 1 of column n (Intel 64 and IA-32 Architectures Software

@@ -1,5 +1,5 @@
-"""Attention with AMX (Numba), in bfloat16: the query heads that share a KV head, of one token or several, against a chunk of 64
-positions at a time. These query heads are called rows.
+"""Computes attention with AMX (Numba), in bfloat16: the query heads that share a KV head, of one token or several, against a chunk
+of 64 positions at a time. These query heads are called rows.
 
 Keys are read in place: 16 positions of a block are the first operand of a tile product. The second operand is a tile of queries,
 packed as pairs of dimensions, so that a tile of scores has a position in each row and a query in each column. Values are combined

@@ -1,5 +1,5 @@
-"""Attention of one query token with AMX (Numba). attention.py calls attend_tiles, instead of its own function _attend, where AMX
-tiles can be used."""
+"""Computes the attention of one query token with AMX (Numba). attention.py calls attend_tiles, instead of its own function _attend,
+where AMX tiles can be used."""
 
 from __future__ import annotations
 

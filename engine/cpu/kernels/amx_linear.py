@@ -1,4 +1,4 @@
-"""Products with bfloat16 or int8 weights on the CPU's matrix unit (AMX).
+"""Computes products with bfloat16 or int8 weights on the CPU's matrix unit (AMX).
 
 First all threads together interleave the inputs into tiles of 16 columns (amx_tiles.py). Then each thread computes panels of 32
 outputs: it multiplies a piece of a panel's weights at a time, while the next piece is prefetched. With up to four tiles of columns,

@@ -1,4 +1,4 @@
-"""Attention of prompts on the CPU with AMX (Numba): computes the same as prefill.py, for bfloat16 and for blocks whose keys are
+"""Computes the attention of prompts on the CPU with AMX (Numba), as prefill.py does, for bfloat16 and for blocks whose keys are
 whole tiles (amx.fits_tiles).
 
 About 64 rows (query tokens times the heads that share a KV head) are computed at a time, so that the pairs that are made of a
@@ -116,9 +116,9 @@ def _attend_share(
     out: Any,
 ) -> None:
     """Computes one share (`share` of num_shares) of the attention of a step's long rows, and writes it to out [T, H * D]. The
-    queries, keys and values of the step's tokens are in qkv, those of earlier positions in kv. The work is cut into items, each of
-    a few tokens of a row and one KV head, which are dealt out to the shares in turn. group: number of query heads that share a KV
-    head. The parameters with other names are explained in _prefill_attention."""
+    queries are in qkv [T, (H + 2 G) * D], and the keys and values of all positions in kv. The work is cut into items, each of a few
+    tokens of a row and one KV head, which are dealt out to the shares in turn. group: number of query heads that share a KV head.
+    Comments in prefill._prefill_attention explain all other parameters."""
     at_once = max(1, _ROWS // group)
     num_rows = (at_once * group + 15) // 16 * 16
     plane = block_tokens * head_dim

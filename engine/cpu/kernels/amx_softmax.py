@@ -1,5 +1,5 @@
-"""The vector part of attention with AMX: the softmax of a chunk's scores, row by row, and the rearrangement of a chunk's values
-into pairs of two positions, as AMX reads them.
+"""Computes the vector part of attention with AMX: the softmax of a chunk's scores, row by row, and the rearrangement of a chunk's
+values into pairs of two positions, as AMX reads them.
 
 A chunk is 64 positions. The softmax is computed from chunk to chunk (Milakov & Gimelshein, "Online normalizer calculation for
 softmax", 2018). Earlier sums are rescaled only when a score is more than _SLACK above the row's top, which is seldom, so a weight

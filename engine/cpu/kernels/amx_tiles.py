@@ -1,4 +1,5 @@
-"""Products with a weight matrix by the processor's matrix unit (AMX), which reads the weights in place, without rearranging them.
+"""Computes products with a weight matrix by the processor's matrix unit (AMX), which reads the weights in place, without
+rearranging them.
 
 A tile instruction multiplies 16 rows of 64 consecutive bytes with 16 columns that are interleaved, four bytes of a column at a
 time. Rows of weights [N, K] already have that form, so only the inputs, which are far fewer, are interleaved. The result is the

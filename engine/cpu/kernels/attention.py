@@ -1,4 +1,4 @@
-"""Paged attention on the CPU (Numba): any set of query tokens against their sequences' KV blocks, in one call.
+"""Computes paged attention on the CPU (Numba): any set of query tokens against their sequences' KV blocks, in one call.
 
 Shapes: T tokens of the step, N query tokens served here, R rows, B blocks of a row, H query heads, G KV heads, D head size, width:
 D padded to a multiple of 64. The KV arena is passed as a flat array. Block b starts at element b * layers * 2 * G * block_tokens *

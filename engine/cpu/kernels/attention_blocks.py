@@ -1,5 +1,5 @@
-"""Attention to one block after another on the CPU (Numba): the functions that the kernels for decode steps (attention.py) and for
-prompts (prefill.py) have in common.
+"""Computes attention to one block after another on the CPU (Numba): the functions that the kernels for decode steps (attention.py)
+and for prompts (prefill.py) have in common.
 
 Shapes: H query heads, of one token or of several, each of which is a row of the arrays; D head size. Arrays hold elements: float32,
 or bfloat16 as uint16 bits. kv is the arena, flat; a block's keys, or values, of one KV head are [block_tokens, D]. The state of an

@@ -1,4 +1,4 @@
-"""Scalar pieces of the Numba kernels: bfloat16 as uint16 bits, and an exponential function that LLVM can vectorise.
+"""Provides scalar functions to the Numba kernels: bfloat16 as uint16 bits, and an exponential function that LLVM can vectorise.
 
 `widen` and `narrow` convert an element (float32, or bfloat16 bits as uint16) to float32 and back, so each kernel is written once.
 

@@ -1,6 +1,6 @@
-"""The gated delta rule (linear attention, https://arxiv.org/abs/2412.06464) on the CPU (Numba). Its layers keep a state of each
-sequence instead of keys and values. Tokens are computed one by one, while a head's matrix stays in the first-level cache. Reference
-implementation: reference.gated_delta.
+"""Computes the gated delta rule (linear attention, https://arxiv.org/abs/2412.06464) on the CPU (Numba). Its layers keep a state of
+each sequence instead of keys and values. Tokens are computed one by one, while a head's matrix stays in the first-level cache.
+Reference implementation: reference.gated_delta.
 
 There are two kernels. delta_convolve computes the convolution over queries, keys and values, and keeps its last columns in the
 state. delta_rule computes the rule itself, with the norm and the gate of its output. Each has a serial form and one that is

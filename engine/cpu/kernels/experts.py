@@ -1,5 +1,5 @@
-"""Mixtures of experts on the CPU (Numba): which experts each token passes through, and the weighted sum of what the experts return.
-The products with the experts' matrices, which come between, are in grouped_linear.py.
+"""Computes mixtures of experts on the CPU (Numba): which experts each token passes through, and the weighted sum of what the
+experts return. The products with the experts' matrices, which come between, are in grouped_linear.py.
 
 Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs of a token and one of its experts,
 sorted by expert. Reference implementations: reference.route, reference.route_by_sigmoid, reference.experts.

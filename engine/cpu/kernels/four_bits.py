@@ -1,6 +1,6 @@
-"""Products with weights of four bits (MXFP4, NVFP4 or INT4) on the CPU (Numba). One kernel multiplies few rows, which are sorted by
-expert, with the matrices of their experts. Another widens such matrices for many rows, which other kernels then multiply. A matrix
-outside of a mixture of experts is passed as the matrix of a single expert.
+"""Computes products with weights of four bits (MXFP4, NVFP4 or INT4) on the CPU (Numba). One kernel multiplies few rows, which are
+sorted by expert, with the matrices of their experts. Another widens such matrices for many rows, which other kernels then multiply.
+A matrix outside of a mixture of experts is passed as the matrix of a single expert.
 
 Weights are read once, as they are stored, and widened in registers (four_bits_tiles.py). Work is shared as in grouped_linear.py.
 

@@ -1,5 +1,5 @@
-"""Products with FP8 weights on the CPU (Numba). One kernel multiplies a few rows; another widens the weights for products of many
-rows. Both also take int8 weights with one scale for each output, for experts (grouped_linear.py).
+"""Computes products with FP8 weights on the CPU (Numba). One kernel multiplies a few rows; another widens the weights for products
+of many rows. Both also take int8 weights with one scale for each output, for experts (grouped_linear.py).
 
 Weights are read once, four outputs at a time, and converted in registers (fp8_codes.py), to bfloat16 if the processor multiplies
 bfloat16, else to float32. The products of inputs that share a scale are added up, then multiplied with the scale. As in linear.py,

@@ -1,4 +1,4 @@
-"""Products of rows that are sorted by expert with the matrices of their experts (Numba), for experts with few rows.
+"""Computes products of rows that are sorted by expert with the matrices of their experts (Numba), for experts with few rows.
 
 The weights of experts without rows are not read. Work is cut into shares of equal cost, one for each thread. A share consists of
 whole stripes of outputs; a stripe's cost is that of reading its weights and of multiplying them with the expert's rows.

@@ -1,4 +1,4 @@
-"""Log-probabilities and penalties on the CPU (Numba), for the rows of requests that want them. Reference implementations:
+"""Computes log-probabilities and penalties on the CPU (Numba), for the rows of requests that want them. Reference implementations:
 reference.top_logprobs, reference.penalise.
 
 Shapes: N rows, M rows whose log-probabilities are computed, V vocabulary, K most likely tokens of a row."""

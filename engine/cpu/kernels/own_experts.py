@@ -20,10 +20,12 @@ def keep_own_experts(first: int, num_own: int, slots: Any, places: Any, firsts: 
     """Restricts a routing, in place, to the experts that one rank (device of a split model) holds: the numbers from `first` to
     below first + num_own.
 
-    slots [T], places [T, C], firsts [E + 1] and tokens [P]: the routing, in the form of experts._route: each token's slot, the rows
-    of its pairs, the first row of each expert, and the token of each row. Afterwards the pairs of own experts have the rows from 0
-    on. firsts [:num_own + 1] holds the first row of each own expert, and the end of the last one's rows. tokens holds the tokens of
-    these rows, then zeros. The place of every other pair is the row after the last own row."""
+    The routing, in the form of experts._route: slots [T]: each token's KV slot, below 0 for padding. places [T, C]: the rows of
+    each token's pairs. firsts [E + 1]: each expert's first row. tokens [P]: the token of each row.
+
+    Afterwards the pairs of own experts have the rows from 0 on. firsts [:num_own + 1] holds the first row of each own expert, and
+    the end of the last one's rows. tokens holds the tokens of these rows, then zeros. The place of every other pair is the row
+    after the last own row."""
     begin = firsts[first]
     num_rows = firsts[first + num_own] - begin
     for expert in range(num_own + 1):

@@ -1,4 +1,5 @@
-"""Attention of prompts on the CPU (Numba): many query tokens of a sequence against its KV blocks, which are read in place.
+"""Computes the attention of prompts on the CPU (Numba): many query tokens of a sequence against its KV blocks, which are read in
+place.
 
 Shapes: T tokens of the step, R rows, B blocks of a row, H query heads, G KV heads, D head size; KV as in attention.py. Reference
 implementations: reference.gather_context and reference.causal_attention.

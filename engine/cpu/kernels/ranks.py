@@ -244,9 +244,9 @@ def gather_ranks_signature(element: types.Type) -> Any:
 
 @njit(**_OPTIONS)
 def gather_ranks(part: Any, own: Any, broken: Any, counters: Any, buffers: Any, rank: int, out: Any) -> None:
-    """Writes the first own[GATHER_ROWS] rows of the parts [T, W] that all ranks (devices) of a split model have computed side by
-    side, in the order of the ranks, to out [T, S * W]. If a device of the model has been lost, out has no meaning. part: this
-    rank's part. own, broken, counters, buffers, rank: as in sum_ranks."""
+    """Joins the parts [T, W] that the ranks (devices) of a split model have computed: writes the first own[GATHER_ROWS] rows of all
+    parts side by side, in the order of the ranks, to out [T, S * W]. If a device of the model has been lost, out has no meaning.
+    part: this rank's part. own, broken, counters, buffers, rank: as in sum_ranks."""
     values, width = part.reshape(-1), part.shape[1]
     total, room = min(own[GATHER_ROWS], part.shape[0]) * width, buffers.shape[1]
     for at in range(0, total, room):

@@ -1,5 +1,5 @@
-"""Row-wise work on the CPU (Numba): embeddings, RMS norms and LayerNorms, rotary embedding with the write into the KV cache, and
-gated activations.
+"""Computes row-wise operations on the CPU (Numba): embeddings, RMS norms and LayerNorms, rotary embedding with the write into the
+KV cache, and gated activations.
 
 Each kernel has a serial form and one that is parallel over rows. The reference implementations in reference.py have the same names.
 Elements are float32, or bfloat16 as uint16 bits; work is done in float32.

@@ -1,4 +1,5 @@
-"""Functions with which the tiles of CPU kernels are written: LLVM vectors of 16 float32, and loads and products of elements.
+"""Provides functions with which the tiles of CPU kernels are written: LLVM vectors of 16 float32, and loads and products of
+elements.
 
 Elements are float32, bfloat16 as uint16 bits, and for weights also int8. If both operands of a product have at most 16 bits, they
 are multiplied as bfloat16 pairs if the processor can (AVX512-BF16, vdpbf16ps, which Numba's vectoriser does not know). On other

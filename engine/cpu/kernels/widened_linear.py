@@ -1,5 +1,5 @@
-"""Products with bfloat16 or int8 weights on processors that cannot multiply formats shorter than float32: weights are widened to
-float32 when they are used.
+"""Computes products with bfloat16 or int8 weights on processors that cannot multiply formats shorter than float32: weights are
+widened to float32 when they are used.
 
 Up to FEW_ROWS rows, or with fewer than PANEL outputs, weights are read as they lie in memory, and each tile widens them in
 registers, because with so few rows memory is the limit. For more rows, a panel of weights is widened and transposed (packed) once

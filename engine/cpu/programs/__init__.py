@@ -1,3 +1,3 @@
-"""Programs: recorded kernel calls with their arguments, which can be made again without Python between them. The operations
-(engine/cpu/ops.py) use this package. It does not import engine/cpu/recording, which decides which steps of a model become
-programs."""
+"""Records programs, the kernel calls of a step with their arguments, and makes the calls again without Python between them. The
+operations (engine/cpu/ops.py) use this package. It does not import engine/cpu/recording, which decides which steps of a model
+become programs."""

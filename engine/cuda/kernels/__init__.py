@@ -1,1 +1,1 @@
-"""Triton kernels, which also run interpreted on the CPU."""
+"""Contains the Triton kernels of GPUs, which can also run interpreted on the CPU."""

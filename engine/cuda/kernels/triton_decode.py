@@ -1,5 +1,5 @@
-"""Decode attention on the GPU (Triton): one query token of each row attends to the row's KV blocks. Contexts are split into pieces
-(split-K).
+"""Computes decode attention on the GPU (Triton): one query token of each row attends to the row's KV blocks. Contexts are split
+into pieces (split-K).
 
 A work list, made on the device once for each step, cuts the rows' contexts into pieces of about equal size, so one grid (and one
 CUDA graph) serves every mix of lengths. All query heads of a KV head are computed together, so its keys and values are read once.

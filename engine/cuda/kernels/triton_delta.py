@@ -1,5 +1,5 @@
-"""The gated delta rule on the GPU (Triton): linear attention whose layers keep one state per sequence instead of keys and values.
-Reference implementation: reference.gated_delta.
+"""Computes the gated delta rule on the GPU (Triton): linear attention whose layers keep one state per sequence instead of keys and
+values. Reference implementation: reference.gated_delta.
 
 It is computed in four steps: the convolution over queries, keys and values; the store of the convolution's last inputs; the rule
 itself, by one kernel for rows with one new token and another for rows with several; the norm and the gate of each head's output.

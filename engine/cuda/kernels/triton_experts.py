@@ -1,6 +1,6 @@
-"""Mixtures of experts on the GPU (Triton), in four steps: each token's experts are chosen; the pairs of a token and an expert are
-sorted by expert; they are multiplied by the experts' weights; the results are added up for each token. Reference implementations:
-reference.route, reference.route_by_sigmoid, reference.experts.
+"""Computes mixtures of experts on the GPU (Triton), in four steps: each token's experts are chosen; the pairs of a token and an
+expert are sorted by expert; they are multiplied by the experts' weights; the results are added up for each token. Reference
+implementations: reference.route, reference.route_by_sigmoid, reference.experts.
 
 The host reads nothing back, and grids depend on shapes alone, so a captured graph serves every routing. A product has as many
 programs as the most uneven routing needs. Each program finds its tile from the experts' numbers of rows; programs without a tile

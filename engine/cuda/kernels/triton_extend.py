@@ -1,5 +1,5 @@
-"""Attention of rows with several new tokens on the GPU (Triton), over paged KV. It serves prompts that are computed at once or in
-several chunks.
+"""Computes the attention of rows with several new tokens on the GPU (Triton), over paged KV. It serves prompts that are computed at
+once or in several chunks.
 
 A program computes M query tokens of one head, which are a tile of the step or a part of one. No mask is computed for positions to
 which all M queries attend; in a long context these are most positions.

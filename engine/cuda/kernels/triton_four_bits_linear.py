@@ -1,5 +1,5 @@
-"""Matrix products with INT4 and NVFP4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums are
-float32; in NVFP4 each output has a factor by which its sum is multiplied. Reference implementations: reference.int4_linear,
+"""Computes matrix products with INT4 and NVFP4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums
+are float32; in NVFP4 each output has a factor by which its sum is multiplied. Reference implementations: reference.int4_linear,
 reference.nvfp4_linear.
 
 For up to MAX_ROWS rows a program adds products up across lanes, in float32, as triton_fp8_linear does. More rows are multiplied in

@@ -1,5 +1,6 @@
-"""Matrix products with weights of one byte, FP8 or int8, on the GPU (Triton). Codes are read once and converted in registers, so
-the GPU needs no instructions for FP8. Sums are float32. Reference implementations: reference.fp8_linear, reference.int8_linear.
+"""Computes matrix products with weights of one byte, FP8 or int8, on the GPU (Triton). Codes are read once and converted in
+registers, so the GPU needs no instructions for FP8. Sums are float32. Reference implementations: reference.fp8_linear,
+reference.int8_linear.
 
 For up to MAX_ROWS rows a program adds products up across lanes, as triton_linear does. More rows are multiplied in tiles by tensor
 cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.

@@ -1,6 +1,6 @@
-"""Multi-head latent attention on the GPU (Triton), except for the attention itself: latents are normalised, keys and queries
-rotated, and both latents and keys stored; each head's queries and sums of latents are multiplied by the head's own part of a
-matrix, which is quantised to FP8 or four bits. Reference implementations: reference.rope_and_store_latents, reference.fp8_rows,
+"""Computes multi-head latent attention on the GPU (Triton), except for the attention itself: latents are normalised, keys and
+queries rotated, and both latents and keys stored; each head's queries and sums of latents are multiplied by the head's own part of
+a matrix, which is quantised to FP8 or four bits. Reference implementations: reference.rope_and_store_latents, reference.fp8_rows,
 reference.int4_rows, reference.nvfp4_rows.
 
 Shapes: T tokens, H heads, K plain and R rotated dimensions of queries, V dimensions of values, L numbers of a latent, P pairs of

@@ -1,6 +1,6 @@
-"""Attention to latents on the GPU (Triton). Queries [T, H, L + E] have already been multiplied by each head's key matrix, so they
-are compared with the latents as stored. Each tile of latents is loaded once and used as keys and as values. Decode steps are
-divided into the pieces of triton_decode; rows with several new tokens into the tiles of triton_extend.
+"""Computes attention to latents on the GPU (Triton). Queries [T, H, L + E] have already been multiplied by each head's key matrix,
+so they are compared with the latents as stored. Each tile of latents is loaded once and used as keys and as values. Decode steps
+are divided into the pieces of triton_decode; rows with several new tokens into the tiles of triton_extend.
 
 Shapes: T tokens, R rows, I pieces of work, H heads, L numbers of a latent, E rotated dimensions of keys and queries. Reference
 implementation: reference.latent_attention.

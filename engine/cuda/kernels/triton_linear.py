@@ -1,5 +1,5 @@
-"""Matrix products of one to four rows on the GPU (Triton). The weights are read once, as fast as memory delivers them. Reference
-implementation: torch's linear.
+"""Computes matrix products of one to four rows on the GPU (Triton). The weights are read once, as fast as memory delivers them.
+Reference implementation: torch's linear.
 
 Shapes: M rows, K inputs, N outputs.
 """

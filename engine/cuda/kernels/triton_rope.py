@@ -1,5 +1,5 @@
-"""Rotary embedding on the GPU (Triton): one pass normalises queries and keys, rotates them, and stores keys and values. Reference
-implementations: reference.rope_and_store; of cos_sin CpuOps.cos_sin (engine/cpu/ops.py).
+"""Computes the rotary embedding on the GPU (Triton): one pass normalises queries and keys, rotates them, and stores keys and
+values. Reference implementations: reference.rope_and_store; of cos_sin CpuOps.cos_sin (engine/cpu/ops.py).
 
 Shapes: T tokens, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated.
 """

@@ -1,5 +1,5 @@
-"""Operations on rows on the GPU (Triton): norms, activations, gathered rows. Reference implementations: reference.{rms_norm,
-add_rms_norm, layer_norm, add_layer_norm, silu_and_mul, gelu_and_mul, gelu, gather_rows}.
+"""Computes operations on rows on the GPU (Triton): norms, activations, gathered rows. Reference implementations:
+reference.{rms_norm, add_rms_norm, layer_norm, add_layer_norm, silu_and_mul, gelu_and_mul, gelu, gather_rows}.
 
 Shapes: T rows, W width, V rows of a table. Sums are float32. Results are rounded where the reference implementations round.
 """
