@@ -278,8 +278,8 @@ class Exchange:
             pages.madvise(mmap.MADV_REMOVE)
 
     def _queue(self, number: int) -> int:
-        """Returns the index, in 8-byte words of the exchange memory, of the first word of an engine's queue. Raises ValueError for
-        an unknown engine."""
+        """Returns the index, in 8-byte words of the engines' shared memory, of the first word of an engine's queue. Raises
+        ValueError for an unknown engine."""
         if not 0 <= number < self.num_engines:
             raise ValueError(f"engine {number} is not among the exchange memory's {self.num_engines}")
         return (PAGE_BYTES + number * _QUEUE_BYTES) // 8

@@ -27,7 +27,7 @@ EMBED, SCORE = "embed", "score"  # `Submit.task` of encoders
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages; the tag is the class name."""
+    """The base class of all messages; the tag is the class name."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -264,8 +264,9 @@ class EngineEvents:
         )
 
     def _find(self, device: str, request_id: int) -> Generation | None:
-        """Returns the sequence with this id if it runs on the device; None if it has ended, or if it was submitted to another
-        device meanwhile. In the second case the caller drops the tokens, because the other device computes them again."""
+        """Returns the sequence with this id if it runs on the device. Returns None if it has ended, or if it was submitted to
+        another device meanwhile. The caller then drops the tokens; if the sequence was submitted to another device, that device
+        computes them again."""
         generation = self._by_id.get(request_id)
         return generation if generation is not None and generation.submitted_device == device else None
 

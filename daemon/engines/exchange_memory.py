@@ -40,13 +40,13 @@ class ExchangeMemory:
             os.close(fd)
 
     def number(self, device: str) -> int:
-        """Returns the number by which the engine of a device is known in the exchange memory. Raises KeyError for a device that
-        does not use it."""
+        """Returns the number by which a device's engine is known in the memory that engines share to run split models. Raises
+        KeyError for a device over which no model can be split."""
         return self._numbers[device]
 
     def arguments(self, device: str) -> tuple[list[str], list[int]]:
-        """Returns an engine's command-line arguments for the exchange memory, and the descriptors that it inherits; empty lists for
-        a device over which no model is split."""
+        """Returns an engine's command-line arguments for the memory that engines share to run split models, and the descriptors
+        that it inherits; empty lists for a device over which no model is split."""
         if device not in self._numbers:
             return [], []
         bells = ",".join(map(str, self.doorbells))

@@ -131,8 +131,8 @@ class EngineWorker:
 
     host_tier_fd: the host tier's memfd, -1 if there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device.
     no_memory: takes the engine's error and returns one line that explains why the device lacks the memory; called in a thread.
-    left: keeps the device's memory between two engines; None if an engine's memory ends with it. exchange: the exchange memory for
-    split models, or None.
+    left: keeps the device's memory between two engines; None if an engine's memory ends with it. exchange: the memory that engines
+    share to run split models; None: there is none.
 
     problem: why no engine runs now, "" while one runs."""
 

@@ -66,9 +66,9 @@ class _Share:
 
 class LentEngine:
     """One lent engine and its connection to the proxy, the process on the daemon's host that stands for the engine. device: the
-    lent device. wire: the connection. leader: identifies the daemon. regions: the regions of split models on this host, which all
-    lent devices share. models_dir: the models folder of this host. cache_dir: the folder for compiled kernels and measurements.
-    log: gets lines for operators."""
+    lent device. wire: the connection. leader: identifies the daemon. regions: for each split model its part of the memory that the
+    engines of this host share. models_dir: the models folder of this host. cache_dir: the folder for compiled kernels and
+    measurements. log: gets lines for operators."""
 
     def __init__(
         self,

@@ -187,10 +187,10 @@ class Sizing:
         return max((budget for budget, _ in budgets), default=0), max((whole for _, whole in budgets), default=0)
 
     def _budgets_by_kind(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns, for each kind of device on which the model may live, (budget, budget without carve-outs) in bytes: the most
-        memory that the model can have on one device. The second number is the budget that the device would have if no carve-outs
-        were set aside on it. For a model on one device, this is the largest device of the kind. For a split model it is the
-        smallest of the devices that it needs, if it gets the largest."""
+        """Returns, for each kind of device on which the model may live, two numbers of bytes: the most memory that the model can
+        have on a device, with and without regard to carve-outs. The second number is the budget that the device would have if no
+        carve-outs were set aside on it. For a model on one device, the device is the largest one of the kind. A split model gets
+        the largest devices of the kind, and the device is the smallest of these."""
         division, found = division_of(settings), []
         for allowed in self._allowed_by_kind(name, settings, shape):
             budgets = {device.name: device.budget_bytes for device in allowed}
@@ -307,9 +307,9 @@ class Sizing:
         """Returns max_model_len, the most tokens of a sequence: the configured length (at most the checkpoint's) or a default.
 
         The default is the checkpoint's length or, if less, the number of tokens whose KV takes 25 % of a device's budget,
-        carve-outs on the device included. The device is the largest that the model may use; if the model is split, it is the
-        smallest device of the group that consists of the largest ones. The default is halved, down to 2,048, while the model with
-        the work space for contexts of this length would not fit at all."""
+        carve-outs on the device included. The device is the largest one that the model may use. A split model gets the largest
+        devices, and the smallest of these counts. The default is halved, down to 2,048, while the model with the work space for
+        contexts of this length would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
         budget_bytes, whole_bytes = self._budgets(name, settings, shape)

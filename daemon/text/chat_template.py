@@ -55,8 +55,8 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Returns a value as JSON, for the templates' filter `tojson`. Jinja's own filter escapes HTML characters, which models were
-    not trained on. The parameters are those of json.dumps."""
+    """Returns a value as JSON, for the templates' filter `tojson`. It replaces Jinja's own filter, which escapes HTML characters,
+    because models were not trained on escaped text. The parameters have the same names and meanings as those of json.dumps."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -13,8 +13,8 @@ from daemon.text.token_table import TokenTable
 
 
 class TextPort(Protocol):
-    """Chat templates and tokenizers, run in helper processes. Token ids are returned packed (`array("i")`), so that they can be
-    counted at no cost; only an accepted prompt becomes a list."""
+    """The interface to chat templates and tokenizers, which run in helper processes. Token ids are returned packed (`array("i")`),
+    so that they can be counted at no cost; only an accepted prompt becomes a list."""
 
     def of(self, share: Share) -> TextPort:
         """Returns the port for the requests of one tenant. share: the tenant's share of the work."""

@@ -114,8 +114,9 @@ class SharedRanks:
         out[:num_rows].view(num_rows, self.size, -1).copy_(gathered.view(self.size, num_rows, -1).transpose(0, 1))
 
     def _exchange(self, piece: Tensor) -> list[Tensor] | None:
-        """Publishes this rank's piece [n], and waits until all ranks have published theirs. Returns all ranks' pieces in the order
-        of the ranks, as views that are valid until the next exchange; None if the group is broken (has lost a device)."""
+        """Publishes this rank's piece [n], and waits until all ranks (devices) of the split model have published theirs. Returns
+        all ranks' pieces in the order of the ranks, as views that are valid until the next exchange; None if a device of the model
+        has been lost."""
         turn = int(self._own[PIECES]) + 1
         self._own[PIECES] = turn
         buffers = torch.from_numpy(self._memory).view(piece.dtype).view(2 * self.size, -1)

@@ -15,9 +15,9 @@ ID_BYTES = 8 * ID_WORDS  # size of the id by which ranks find each other, as NCC
 
 
 class Collectives(Protocol):
-    """One rank's connection to all ranks of its group. All ranks call the same methods in the same order, with contiguous tensors
-    of the same shapes and dtypes. A call launches the exchange on the current stream, and may be captured in a graph. It raises
-    nothing if another rank is gone; the device then waits in the exchange until `abort` is called."""
+    """One rank's connection to all ranks (devices) of its split model. All ranks call the same methods in the same order, with
+    contiguous tensors of the same shapes and dtypes. A call launches the exchange on the current stream, and may be captured in a
+    graph. It raises nothing if another rank is gone; the device then waits in the exchange until `abort` is called."""
 
     def join(self, agreed: Callable[[bool], bool]) -> None:
         """Prepares faster ways of some exchanges (memory that the GPUs map from each other, for example), if all ranks can use
@@ -51,15 +51,16 @@ class Collectives(Protocol):
 
 
 class Connects(Protocol):
-    """Makes the connections (Collectives) between the ranks of new groups."""
+    """Makes the connections (Collectives) between the ranks (devices) of split models."""
 
     def new_id(self) -> bytes:
-        """Returns the id of a new group, ID_BYTES long. Rank 0 calls it and passes the id to the other ranks."""
+        """Returns a new id, ID_BYTES long, for the ranks (devices) of one split model. Rank 0 calls it and passes the id to the
+        other ranks."""
         ...
 
     def connect(self, group_id: bytes, rank: int, size: int) -> Collectives:
-        """Connects rank `rank` with the other ranks of a group of `size` ranks, and returns its connection. Waits until all ranks
-        have called it, and does not return if one of them is gone."""
+        """Connects rank `rank` of a split model with its other ranks (devices), `size` in all, and returns the connection.
+        group_id: the id from new_id. Waits until all ranks have called it, and does not return if one of them is gone."""
         ...
 
     def give_up(self) -> None:

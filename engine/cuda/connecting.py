@@ -2,7 +2,7 @@
 ends.
 
 A library that connects ranks may wait forever for a rank that is gone, as NCCL does in ncclCommInitRank. So the library is called
-in a thread of its own, which is abandoned if the group breaks meanwhile.
+in a thread of its own, which is abandoned if a device of the split model is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONNECT_LIMIT_S = 60.0  # NCCL takes a second or some; this is for ranks that li
 
 class Connecting:
     """The attempt of rank `rank` to connect with the other ranks (devices) of a split model, `size` in all, in a thread of its own.
-    connects: the library that connects them. group_id: the group's id, the same on all ranks."""
+    connects: the library that connects them. group_id: an id of this set of ranks, the same on all of them."""
 
     def __init__(self, connects: Connects, group_id: bytes, rank: int, size: int) -> None:
         self._connects, self._group_id, self._rank, self._size = connects, group_id, rank, size

@@ -235,7 +235,8 @@ class StepGraphs(Generic[Size]):
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
         """Captures the graph for steps of this size, which must not be refused (is_refused). padding: the columns of a step of this
         size that is padding only. Returns whether there is a graph now. It is False if other models' graphs leave no room, or if
-        there is no memory even after evicted models have lost their graphs; in the latter case the size is refused for a while."""
+        there is no memory even after evicted models have lost their graphs. If there is no memory, the size is refused for a
+        while."""
         if not self._room.make(self):
             return False
         for give_back in (None, give_back_memory, self._give_back_of_evicted):

@@ -93,7 +93,7 @@ class Nccl:
 
     def give_up(self) -> None:
         """Ends the wait of another thread in `connect`, by shutting down all sockets that this process has opened since that call.
-        NCCL waits for a rank by polling a socket. No other group is affected, because an engine connects one group at a time.
+        NCCL waits for a rank by polling a socket. No other split model is affected, because an engine connects one at a time.
 
         ncclCommAbort could end the wait only for a non-blocking communicator, in which each exchange takes a new thread
         (https://github.com/NVIDIA/nccl, ncclGroupEndInternal in src/group.cc)."""

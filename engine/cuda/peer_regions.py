@@ -1,5 +1,5 @@
-"""Maps memory of a group's GPUs into each other, by the driver's virtual memory management: a region of this GPU for the other
-GPUs, and their regions for this GPU.
+"""Maps memory of a split model's GPUs into each other, by the driver's virtual memory management: a region of this GPU for the
+other GPUs, and their regions for this GPU.
 
 Whether the GPUs reach each other's memory is only known by trying. Each engine sees only its own GPU, so it has no index of another
 GPU for cuDeviceCanAccessPeer. But it can import memory of another GPU by a file descriptor and map it for its own GPU, as NCCL
@@ -20,7 +20,7 @@ from engine.cuda.memory import FILE_DESCRIPTOR, DeviceBytes, allocations, call_d
 
 
 class DeviceRegions:
-    """The memory regions of all ranks of a group of `size` ranks, in one range of addresses (an engine.cuda.peers.Regions). The
+    """The memory regions of all `size` ranks (GPUs) of a split model, in one range of addresses (an engine.cuda.peers.Regions). The
     first region is this rank's own: new memory of the current device, filled with 0. After it come those of the next higher ranks,
     with rank 0 after the last rank. Raises MemoryError if the device has no memory for a region, and DeviceError if the driver
     refuses a call."""

@@ -29,9 +29,9 @@ NO_PEERS = "NCCL_P2P_DISABLE"  # NCCL's setting by which GPUs do not reach each 
 
 
 class Regions(Protocol):
-    """Memory that the ranks of a group share: one region of each rank. num_bytes: size of a region. all [S, num_bytes] uint8: the
-    regions of all S ranks, in the order that triton_peers.sum_over_ranks needs; the other ranks' regions are valid once `map` was
-    called for them."""
+    """Memory that the ranks (GPUs) of a split model share: one region of each rank. num_bytes: size of a region. all [S, num_bytes]
+    uint8: the regions of all S ranks, in the order that triton_peers.sum_over_ranks needs; the other ranks' regions are valid once
+    `map` was called for them."""
 
     num_bytes: int
     all: Tensor
@@ -81,8 +81,9 @@ class Peers:
 
 
 class PeerGroup:
-    """One rank's connection to its group (an engine.cuda.collectives.Collectives). As soon as the object exists, other ranks can
-    send it the descriptors of their memory. others: the connection for all exchanges that do not go through the ranks' memory."""
+    """One rank's connection to the other ranks (GPUs) of its split model (an engine.cuda.collectives.Collectives). As soon as the
+    object exists, other ranks can send it the descriptors of their memory. others: the connection for all exchanges that do not go
+    through the ranks' memory."""
 
     others: Collectives
 

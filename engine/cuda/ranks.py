@@ -1,7 +1,7 @@
 """Connects the ranks (GPUs) of a split model, each of which holds a share of the same layers (tensor parallelism).
 
-A rank whose device waits in an exchange for a lost rank cannot run other models' steps either. So a thread watches the group's flag
-that tells of a lost device, and ends all exchanges once the flag is set.
+A rank whose device waits in an exchange for a lost rank cannot run other models' steps either. So a thread watches the word in
+shared memory that tells of a lost device, and ends all exchanges once it is set.
 
 Shapes: T tokens or rows, W width, S ranks.
 """

@@ -331,7 +331,7 @@ class CudaShare(CudaModel):
 
     def capture(self, num_rows: int, adapted: bool = False) -> int:
         """Captures the graph of decode steps of num_rows rows (see CudaModel.capture). Returns its row count; 0: there is none, for
-        example because the group breaks during the capture."""
+        example because a device of the split model is lost during the capture."""
         try:
             return super().capture(num_rows, adapted)
         except GroupBroken:

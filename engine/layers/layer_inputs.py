@@ -1,5 +1,6 @@
-"""Computes an additional input for each layer of a model. For each token it is (a row of a table + a projection of the token's
-embedding) / sqrt(2). Shapes: T tokens, L layers, W width of a layer's input."""
+"""Computes an additional input for each layer of a model: per-layer embeddings, as in Gemma 3n and Gemma 4. For each token the
+input of a layer is (a row of a table + a projection of the token's embedding) / sqrt(2). Shapes: T tokens, L layers, W width of a
+layer's input."""
 
 from __future__ import annotations
 

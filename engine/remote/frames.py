@@ -15,7 +15,7 @@ MISSED_BEATS = 8
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all frames; the tag is the class name."""
+    """The base class of all frames; the tag is the class name."""
 
 
 class Told(Frame, frozen=True):

@@ -68,7 +68,7 @@ class Proxy:
     host: the other host's name, for messages.
     models_dir: the models folder.
     channel, journal: the connection to the daemon and the memory of the step journal, as an engine has them.
-    membership: the proxy's access to the exchange memory of this host, as an engine."""
+    membership: the proxy's access to the memory that this host's engines share to run split models."""
 
     def __init__(self, wire: Wire, host: str, models_dir: str, channel: Channel, journal: Any, membership: Membership) -> None:
         self._wire, self._host, self._models_dir = wire, host, PurePath(models_dir)

@@ -20,7 +20,7 @@ class StatesSender:
     wire: the connection to the other host. placement_id: identifies the load of the model.
     link: the place in this host's memory where the previous stage leaves its states (the receiving end).
     token_bytes: bytes of the states for each token.
-    broken: called by the thread if the group breaks while it waits for states; may raise WireClosed."""
+    broken: called by the thread if a device of the split model is lost while the thread waits for states; may raise WireClosed."""
 
     def __init__(self, wire: Wire, placement_id: int, link: StageLink, token_bytes: int, broken: Callable[[], None]) -> None:
         self._wire, self._placement_id, self._link, self._token_bytes = wire, placement_id, link, token_bytes
@@ -35,7 +35,8 @@ class StatesSender:
         self._steps.put(num_tokens)
 
     def close(self) -> None:
-        """Ends the thread, and waits until the thread no longer reads the memory. The group must be broken."""
+        """Ends the thread, and waits until the thread no longer reads the memory. The split model must have been marked as
+        broken."""
         self._steps.put(None)
         self._thread.join()
 

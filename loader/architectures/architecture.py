@@ -62,10 +62,10 @@ class TensorGroup(NamedTuple):
     the checkpoint gives.
 
     divided: how the devices of a split model (tensor parallelism) share the tensors. ROWS, COLUMNS: each device has some rows or
-    columns. FIRST_ALONE: only the first device has them. "": each device has them whole. unit: number of rows or columns that stay
-    on one device, for example those of a head; if there are fewer units than devices, several devices have the same unit. joined:
-    for each tensor that consists of several matrices one after the other, the numbers of rows of these matrices, each of which is
-    divided separately; (): each tensor is one matrix.
+    columns. FIRST_ALONE: only the first device has them. "": each device has them whole. unit: number of adjacent rows or columns
+    that are never divided, for example those of a head; if there are fewer such units than devices, several devices have the same
+    unit. joined: for each tensor that consists of several matrices one after the other, the numbers of rows of these matrices, each
+    of which is divided separately; (): each tensor is one matrix.
 
     cuts: for each tensor, which part of it a device's share (loader/sizes/slices.py) has; `tensors` then has the shapes of these
     parts. (): the tensors are whole.

@@ -467,8 +467,8 @@ def _projections(
 ) -> list[TensorGroup]:
     """Returns one TensorGroup with the matrices [outputs, inputs] that one matrix multiplication reads and, if has_bias, a second
     one with their biases. names: the matrices' names; a single name if one tensor holds all of them. outputs: number of outputs of
-    each matrix. divided: how devices share the matrices (ROWS, COLUMNS or ""). unit: devices get whole runs of so many adjacent
-    rows or columns (head_dim, for example, if no head may be divided)."""
+    each matrix. divided: how devices share the matrices (ROWS, COLUMNS or ""). unit: number of adjacent rows or columns that are
+    never divided (head_dim, for example, so that each head is whole)."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs, joined = list(zip(names, widths, strict=True)), (outputs,) if widths != outputs else ()
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)

@@ -1,5 +1,5 @@
-"""Describes the checkpoints of Gemma 3 from 4B on: Gemma 3 (text) beside an image encoder, which is not read. Their text_config
-leaves out the keys whose values are those of the smallest of these models.
+"""Describes the checkpoints of Gemma 3 from 4B on: Gemma 3 (text) beside an image encoder, which is not read. A key that their
+text_config leaves out has the value that it has in Gemma 3 4B, the smallest of these models.
 """
 
 from __future__ import annotations

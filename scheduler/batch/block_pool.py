@@ -255,12 +255,12 @@ class BlockPool:
 
     def _acquire(self, num_chunks: int, *, reserved: bool) -> int:
         """Takes a run of about `num_chunks` adjacent chunks and makes the blocks in it usable. Returns the number of chunks taken;
-        0 if none is available. reserved: whether the group keeps the chunks until `close`; if not, they are taken from the lease
-        (the chunks that all models share for KV). Chunks from the lease must make at least one more block usable, so the run may be
-        a little longer than asked.
+        0 if none is available. reserved: whether the chunks are kept until `close`; if not, they are taken from the lease (the
+        chunks that all models share for KV). Chunks from the lease must make at least one more block usable, so the run may be a
+        little longer than asked.
 
-        The smallest sufficient run of free chunks is used; if there is none, the largest run. Within it, the position is chosen
-        that yields most whole blocks."""
+        The chunks are taken from the smallest run of free chunks that is long enough or, if none is, from the largest run. Within
+        that run, the position is chosen that yields most whole blocks."""
         blank = self.chunks.choosable(num_chunks)
         width = self._acquire_of(blank, num_chunks, reserved=reserved)
         if not width and blank is not self.chunks.free:

@@ -23,9 +23,9 @@ Row = tuple[bytes, int, Sequence[int]]
 
 @dataclass(slots=True)
 class SavedKV:
-    """E blocks of tokens to save, parents before their children. keys, num_tokens [E]: the key and the number of tokens of each.
-    blocks [E, G]: the pool block in each of G KV groups; -1 if the group has none. num_lost_tokens: number of computed tokens of
-    running requests that are not saved."""
+    """The KV to save of a model, as E blocks of tokens, parents before their children. keys, num_tokens [E]: the key and the number
+    of tokens of each. blocks [E, G]: the pool block in each of G KV groups; -1 if the group has none. num_lost_tokens: number of
+    computed tokens of running requests that are not saved."""
 
     keys: list[bytes] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)

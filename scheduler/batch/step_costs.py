@@ -180,9 +180,9 @@ class StepCosts:
         or none fits. most: upper limit of the result. contexts_of(tokens): returns the contexts of a step of that many tokens, the
         numbers that say how much they attend to; they grow with the step.
 
-        The result is the largest size of a class, or `most`. If only one class is known and a step of it takes much less than the
-        time, twice its tokens are allowed. one_more: whether the class above the largest known one is allowed, too, if a step of
-        the largest known one is within the time."""
+        Step sizes are known in classes; the result is the largest size of a class, or `most`. If only one class is known and a step
+        of it takes much less than `seconds`, twice its tokens are allowed. one_more: whether the class above the largest known one
+        is allowed, too, if a step of the largest known class takes at most `seconds`."""
         curve = self._known()
         if not curve:
             return 0
@@ -211,7 +211,8 @@ class StepCosts:
         return class_tokens(num_tokens, self._least_step)
 
     def _forget(self) -> None:
-        """Drops the classes of step sizes that have not run for long, except the smallest, which `least` always needs."""
+        """Drops the classes of step sizes that have not run for long. The class of the smallest steps is kept, because `least`
+        always needs it."""
         fewest = self.fewest_tokens
         self._classes = {at: known for at, known in self._classes.items() if at == fewest or self._num - known.last < _FORGOTTEN}
 

@@ -124,8 +124,9 @@ class StepLimits:
         return self.prompting, num_tokens, (float(contexts.sum()) - read, read, pairs)
 
     def max_rows(self, most: int, context: float, turns: int = 1) -> int:
-        """Returns how many of `most` sequences, at least 1, may decode in a step while other models wait. context: average number
-        of positions a row attends to. turns: how many turns (time slices of the device) the step may take."""
+        """Returns how many of `most` sequences may decode in a step while other models wait. The result is never below 1, even if a
+        step with one sequence takes too long. context: average number of positions a row attends to. turns: how many turns (time
+        slices of the device) the step may take."""
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer rows take less time has not been measured yet
             return min(most, fewest // 2)
@@ -238,8 +239,8 @@ class StepLimits:
         decoding row reads `context` positions; None: unlimited.
 
         loads: what each tenant wants computed. turns: how many turns (time slices of the device) the step may take; 0: no other
-        model waits. strict: True: the step is to end within its turns. False: if even the cheapest step with a chunk of a prompt is
-        longer, the step may take as long as that one (at most two turns)."""
+        model waits. strict: True: the step must end within its turns. False: it may also take as long as the cheapest step with a
+        chunk of a prompt, up to two turns, if that is longer."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]

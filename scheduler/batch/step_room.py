@@ -16,8 +16,8 @@ class StepRoom:
 
     limits: the model's step limits; None: only max_tokens (tokens of prompts) and max_rows (sequences that decode) apply. turns:
     how many turns (time slices of the device, of StepLimits.turn_s seconds each) the step may take while other models wait; 0: no
-    other model waits. strict: True: the step is to end within these turns. False: if even the cheapest step with a chunk of a
-    prompt is longer, the step may take as long as that one (at most two turns).
+    other model waits. strict: True: the step must end within these turns. False: it may also take as long as the cheapest step with
+    a chunk of a prompt, up to two turns, if that is longer.
 
     The attribute `backlogged` is set during planning: whether more sequences want to decode than fit one turn, or part of a prompt
     does not fit."""

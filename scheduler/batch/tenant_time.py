@@ -80,8 +80,8 @@ class TenantTime:
         """Returns at most `most` of the slots: those of the least served tenants first, and of one tenant the sequences that have
         waited longest.
 
-        If several sequences of a tenant last ran in the same step, those come first that have run in the fewest steps. In the order
-        of slots, the last ones would fall further and further behind."""
+        If several sequences of a tenant last ran in the same step, those that have run in the fewest steps come first. (If they
+        were taken in the order of slots, the sequences in the last slots would fall further and further behind.)"""
         if len(slots) <= most:
             return slots
         self._num_limited += 1

@@ -40,5 +40,5 @@ def rank(option: Option) -> tuple[bool, bool, float, bool, int, int, tuple[tuple
 
 
 def choose(options: Iterable[Option]) -> Option | None:
-    """Returns the option with the least `rank`; None if there are no options."""
+    """Returns the best option, the one for which the function `rank` returns the least key; None if there are no options."""
     return min(options, key=rank, default=None)

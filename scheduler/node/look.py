@@ -182,8 +182,8 @@ def plan(
 
 
 def option_on(model: Model, members: list[_Member]) -> device_choice.Option | None:
-    """Returns the option to place a split model on all of the devices `members` together, with the models that would have to be
-    evicted; None if evictions cannot free enough room."""
+    """Returns the option to place a model on all of the devices `members` together, with the models that would have to be evicted;
+    None if evictions cannot free enough room."""
     chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
     if chosen is None:
         return None

@@ -193,8 +193,9 @@ def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_ap
 
 
 def body_of(parse: Callable[[bytes], tuple[HeadT, bytes]], head: type[HeadT], tables: tuple[FieldTable, ...]) -> Body[HeadT]:
-    """Returns the Body for requests of Ollama's clients, which may add `:latest` to a model's name and send the Content-Type of
-    `curl -d`. The arguments are as in Body."""
+    """Returns the Body (how a request's body is read) for endpoints of Ollama's API, whose clients may add `:latest` to a model's
+    name and send the Content-Type of their HTTP library. parse: parses the body's JSON. head: the type of the part of the body that
+    the daemon needs. tables: the fields of the body in the reference."""
     return Body(parse, head, tables, default_tag=_LATEST, more_types=_LIBRARIES_TYPES)
 
 

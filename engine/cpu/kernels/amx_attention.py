@@ -107,9 +107,9 @@ def _score(
     """Computes scores [64, 16] (position, row): the dot products, not yet scaled, of a chunk's keys with one tile of 16 query
     heads.
 
-    queries: as pack_queries fills it. queries_at: the index of the tile in queries. places: as place_chunk fills it. keys_at: the
-    offset that is added to each of the indices in places. Also prefetches kv at SCORE_FETCHES * C indices from ahead[number] on,
-    unless `ahead` is None."""
+    queries: the query heads, as pack_queries writes them. queries_at: the index of the tile in queries. places: where the keys of
+    the chunk's four tiles begin in kv; keys_at is added to each of these indices. Also prefetches kv at SCORE_FETCHES * C indices
+    from ahead[number] on, unless `ahead` is None."""
     stride = 2 * head_dim
     for half in range(2):
         _zero_0()

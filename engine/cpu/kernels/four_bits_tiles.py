@@ -394,8 +394,8 @@ def widen_group(
     to: Any,
 ) -> Any:
     """Writes the 32 weights of a group, whose 16 bytes begin at index `at` of blocks, to out (float32, or bfloat16 bits) from index
-    `to` on. scales, zeros: as in four_bits_tile. zero_at: the index in zeros of the group's zero point. factor_at: the index in
-    factors of the group's factor, or for NVFP4 of the first of its two factors."""
+    `to` on. scales: not read; its element type tells the weights' format. zeros, zero_at: the zero points, and the index of the
+    group's zero point. factor_at: the index in factors of the group's factor, or for NVFP4 of the first of its two factors."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, zero_points, made, target = (

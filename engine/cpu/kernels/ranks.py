@@ -160,8 +160,8 @@ def _publish(counters: Any, rank: int, turn: int) -> None:
 
 @njit(**_HELPER)
 def _wait_for(counters: Any, other: int, turn: int, broken: Any) -> bool:
-    """Waits until rank `other` has published exchange number `turn`, and returns True; returns False once the group is broken. It
-    spins for SPIN_NS, then sleeps, and spins again whenever it is woken."""
+    """Waits until rank `other` has published exchange number `turn`, and returns True; returns False once a device of the split
+    model has been lost. It spins for SPIN_NS, then sleeps, and spins again whenever it is woken."""
     word = LINE_WORDS * other + PUBLISHED
     spins, begin_ns, most_ns = 0, int64(0), SPIN_NS
     while _load_acquire(counters, word) < turn:

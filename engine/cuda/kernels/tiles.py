@@ -60,7 +60,8 @@ class Key(NamedTuple):
 class MeasuredTile(NamedTuple):
     """The tile that was measured to be the fastest on this GPU in one case. kernel: EXTEND_KERNEL (prompts) or DECODE_KERNEL.
     group: in decode steps the number of query heads per KV head, which affects the time that combining split-K parts takes; 0 for
-    prompts. head_dim, item_bytes, fp8: as in Key."""
+    prompts. head_dim: the head size, padded to a power of two. item_bytes: size of one number of the queries, in bytes. fp8:
+    whether keys and values are stored as FP8 codes."""
 
     kernel: str
     head_dim: int
@@ -279,8 +280,8 @@ def extend_tile(head_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
 
 
 def decode_tile(head_dim: int, item_bytes: int, fp8: bool = False, group: int = 1) -> Tile:
-    """Returns the tile of the kernel for rows with one new token each. group: number of query heads per KV head. head_dim,
-    item_bytes, fp8: as in extend_tile."""
+    """Returns the tile of the kernel for rows with one new token each. head_dim: the head size. item_bytes: size of one number of
+    the queries, in bytes. fp8: whether KV is stored as FP8 codes. group: number of query heads per KV head."""
     return _forced.tile or _own_tile(DECODE_KERNEL, capability(), head_dim, item_bytes, fp8, group)
 
 

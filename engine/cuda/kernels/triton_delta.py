@@ -43,7 +43,8 @@ def _column(
 ):  # fmt: skip
     """Returns the columns of x that hold these channels of the convolution. Channels are numbered through the queries of all key
     heads, then the keys of all key heads, then the values. K: dimensions of a key head. WIDTH: dimensions of all values that belong
-    to one key head. The other arguments are those of ops.DeltaColumns."""
+    to one key head. QUERY, KEY, VALUE: the columns of x at which the first key head's queries, keys and values begin. KEY_STRIDE,
+    VALUE_STRIDE: the number of columns from one key head to the next."""
     keys: tl.constexpr = KEY_HEADS * K
     query = QUERY + channel // K * KEY_STRIDE + channel % K
     key = KEY + (channel - keys) // K * KEY_STRIDE + (channel - keys) % K
@@ -213,9 +214,10 @@ def _chunk_kernel(
     UPDATE: tl.constexpr, STEP: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_K: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Applies the gated delta rule to one value head of a row with several new tokens, TOKENS at a time: computes BLOCK_D columns
-    of the outputs and of the state's matrix. PRECISION: input_precision of tl.dot. The other arguments are those of
-    _step_kernel."""
+    """Applies the gated delta rule to one value head of a row with several new tokens, TOKENS at a time: reads queries, keys and
+    values from `mixed` and the head's state from `states`, and computes BLOCK_D columns of the outputs (in `made`) and of the
+    state's matrix. PRECISION: input_precision of tl.dot. It takes the same arguments as _step_kernel, which serves rows with one
+    new token."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, first = tl.load(slots + row), tl.load(firsts + row)
     num = tl.load(contexts + row) - first

@@ -159,9 +159,10 @@ def add_biases_and_count(wide: Tensor, counts: Tensor, edits: Tensor, words: Ten
 
 
 def penalise_and_ban(wide: Tensor, counts: Tensor, edits: Tensor, penalties: Tensor, words: Tensor) -> None:
-    """Penalises the tokens that add_biases_and_count has counted, as reference.penalise does, and rules out the banned ids: their
-    logits become the lowest finite float32, unless they are NaN or infinite. The counts of the edits' tokens become 0. penalties:
-    [E PENALTIES] float64. The other arguments are those of add_biases_and_count."""
+    """Penalises the tokens that add_biases_and_count has counted in `counts`, as reference.penalise does, and rules out the banned
+    ids: changes their logits in wide [N, V] float32. Banned ids get the lowest finite float32, unless their logits are NaN or
+    infinite. The counts of the edits' tokens become 0. edits [E EDIT_WORDS] int32: for each row that is edited, where its tokens
+    and banned ids lie in `words`. penalties [E PENALTIES] float64."""
     grid = (len(edits) // EDIT_WORDS, EDIT_PROGRAMS)
     _penalise_kernel[grid](
         wide, counts, edits, penalties, words, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4, enable_fp_fusion=False
