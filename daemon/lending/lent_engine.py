@@ -265,7 +265,7 @@ class LentEngine:
 
     def _end_process(self) -> None:
         """Ends the engine process: closes the channel, which makes the process end, and kills it if it takes too long. Returns when
-        it has ended, because until then it holds the device's memory, and a thread waits for its end at its descriptor."""
+        it has ended, because it holds the device's memory until then."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         poller = select.poll()

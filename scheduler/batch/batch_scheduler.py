@@ -51,9 +51,9 @@ class BatchScheduler:
         table: SequenceTable | None = None,
     ) -> None:
         """drafter: drafts tokens for sequences that decode; None: only tokens that a grammar forces are drafted. With a drafter,
-        the KV cache must not have state groups, because a state cannot be rolled back. has_predictor: whether the model has a layer
-        for multi-token prediction (proposals.py); its drafts are preferred to the drafter's. table: an empty sequence table to use,
-        of the sizes that the limits call for; None: the scheduler makes one."""
+        the model must not have recurrent states (KV groups that keep states instead of KV), because a state cannot be rolled back.
+        has_predictor: whether the model has a layer for multi-token prediction (proposals.py); its drafts are preferred to the
+        drafter's. table: an empty sequence table to use, of the sizes that the limits call for; None: the scheduler makes one."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -173,7 +173,7 @@ class BatchScheduler:
     @property
     def drafts_masked(self) -> bool:
         """Returns whether tokens may be drafted for sequences with a grammar, allowed_token_ids or bad_words (`propose`); False for
-        a model with state groups."""
+        a model with recurrent states (KV groups that keep states instead of KV), which cannot be rolled back."""
         return self._drafts is not None
 
     def guess(self, request_id: int) -> IntArray | None:
@@ -393,8 +393,9 @@ class BatchScheduler:
             decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates the blocks that a slot's first num_tokens tokens need in window and state groups, and preempts sequences until
-        there are enough blocks. Returns False if the slot's own sequence had to be preempted."""
+        """Allocates the blocks that a slot's first num_tokens tokens need in the KV groups whose layers have sliding windows or
+        recurrent states, and preempts sequences until there are enough blocks. Returns False if the slot's own sequence had to be
+        preempted."""
         self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
         while not self.blocks.cover(slot, num_tokens):
             victim = self.running.victim(self.waiting.shares.crowding())

@@ -32,8 +32,9 @@ def host_of(device: str) -> str:
 
 
 def by_rank(device: str) -> tuple[str, str, int, str, str]:
-    """Returns the key by which devices are sorted wherever their order counts or is shown. This machine's come before those of
-    other hosts; those of one host and kind are sorted by index, "cuda:2" before "cuda:10". A carve-out comes after its device."""
+    """Returns the key by which devices are sorted wherever their order counts or is shown. Devices of this machine come before
+    those of other hosts; devices of one host and kind are sorted by index, "cuda:2" before "cuda:10". A carve-out comes after its
+    device."""
     lent, _, carved_for = device.partition("/")
     name, _, host = lent.partition("@")
     kind, _, number = name.partition(":")

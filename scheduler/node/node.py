@@ -470,9 +470,9 @@ class Node:
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
-        """Returns whether the model is to be loaded for a request (also one that is still being read), a command or a pin. Requests
-        that wait because another replica is full do not count; for them a further replica is loaded only into free memory
-        (replicas.py)."""
+        """Returns whether the model is to be loaded for a waiting or announced request, a command or a pin. (A request is announced
+        while its prompt is still being read and tokenized.) Requests that wait because another replica is full do not count; for
+        them a further replica is loaded only into free memory (replicas.py)."""
         return bool(model.queue and not model.served_elsewhere) or self.wanted_ahead(model)
 
     def wanted_ahead(self, model: Model) -> bool:

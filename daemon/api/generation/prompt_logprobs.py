@@ -22,7 +22,7 @@ _json = msgspec.json.encode
 
 
 def check_size(outputs: Outputs, num_tokens: int, one_report: bool) -> None:
-    """Raises BadRequest if the log-probabilities of its prompts, which a request asks for, would take too much memory. num_tokens:
+    """Raises BadRequest if a request asks for the log-probabilities of its prompts and they would take too much memory. num_tokens:
     the tokens of all prompts. one_report: True: the answer contains a prompt's log-probabilities once; False: with each choice."""
     num_copies = 1 if one_report else outputs.n
     num = num_tokens * (1 + outputs.prompt_logprobs) * num_copies

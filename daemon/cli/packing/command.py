@@ -208,7 +208,8 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _drop_others(partial: Path, model: ModelFiles) -> None:
-    """Deletes from the folder `partial` what an interrupted run has packed of files that the model no longer has."""
+    """Deletes packed files from the folder `partial` if the model no longer has the plain files from which an interrupted run
+    packed them."""
     from loader.packing.packer import INCOMPLETE, JOURNAL
 
     keep = {name + ending for name in model.plain for ending in ("", INCOMPLETE, JOURNAL)}
