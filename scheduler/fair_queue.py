@@ -22,8 +22,10 @@ class _Entry:
 
 
 class FairQueue:
-    """Waiting requests, ordered by the work done for their tenants. Of one tenant the highest priority comes first, then the
-    oldest."""
+    """A queue of waiting requests. The next request is one of the tenant for whom the least work was done in proportion to its
+    weight; of this tenant's requests it is the one with the highest priority, and among equal priorities the oldest. Work is the
+    sum of the sizes that the caller gave to `add` for the requests that were taken. A tenant that had nothing waiting starts level
+    with the others."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}

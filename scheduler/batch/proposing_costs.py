@@ -14,9 +14,9 @@ class ProposingCosts:
         self._drafting: dict[int, float] = {}  # class -> seconds to draft one token for each sequence
 
     def note(self, num_sequences: int, num_drafted: int, seen_s: float, drafting_s: float) -> None:
-        """Updates the costs with the times measured in a step in which each of num_sequences sequences had one token. num_drafted:
-        the most tokens drafted for any sequence. seen_s: how many seconds the predictor took to process the step. drafting_s: how
-        many it then took to draft."""
+        """Updates the learned times of the predictor with those measured in one step, in which each of num_sequences sequences had
+        one token. num_drafted: the most tokens drafted for any sequence. seen_s: how many seconds the predictor took to process the
+        step. drafting_s: how many seconds it then took to draft."""
         size = num_sequences.bit_length()
         _learn(self._seen, size, seen_s)
         if num_drafted:

@@ -100,8 +100,8 @@ class StepCosts:
         return costs
 
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
-        """Updates the costs with a step of num_tokens tokens, at least 1, that took `seconds` device seconds. contexts: the
-        num_contexts numbers that say how much its tokens attend to, such as the number of positions read."""
+        """Updates the learned costs of steps with one measured step of num_tokens tokens, at least 1, that took `seconds` device
+        seconds. contexts: the num_contexts numbers that say how much its tokens attend to, such as the number of positions read."""
         at = self.filled(num_tokens)
         known = self._classes.get(at)
         self._curve = None
@@ -129,7 +129,8 @@ class StepCosts:
             known.contexts[i] += weight * difference
 
     def least(self) -> float:
-        """Returns the current cost, in seconds, of the cheapest step whose size is known; 0.0 if none is known."""
+        """Returns the lowest cost, in seconds at the present speed, among the step sizes for which a cost has been measured; 0.0 if
+        there is none. The cost of contexts (the numbers that say how much a step's tokens attend to) is not included."""
         curve = self._known()
         return curve[0][1] * max(1.0, self._drift) if curve else 0.0
 

@@ -79,8 +79,8 @@ class StepLimits:
     _told: tuple[BatchPlan, StepCosts, int, tuple[float, ...]] | None = None  # what _kind has told of the last plan
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
-        """Updates the costs with the measured time of a step. plan: what the step computed. seconds: its device time without waits
-        for other devices."""
+        """Updates the learned costs of steps (`decoding` if every sequence had one token, else `prompting`) with the measured time
+        of one step. plan: what the step computed. seconds: its device time without waits for other devices."""
         costs, num_tokens, contexts = self._kind(plan)
         costs.note(num_tokens, seconds, contexts)
 
@@ -134,12 +134,13 @@ class StepLimits:
 
     def rows_beside_prompt(self, most: int, context: float, turns: int, strict: bool = False) -> int:
         """Returns how many of `most` sequences may decode in a step that also has room for the smallest chunk of a prompt. The
-        result is never below 1, even if such a step takes too long with one sequence.
+        result is never below 1, even if a step with one sequence takes too long. It is `most` while no step with a chunk of a
+        prompt has been measured.
 
         context: average number of positions a row attends to. The chunk is assumed to be the beginning of a prompt, which attends
         to the fewest positions. turns: how many turns (time slices of the device) the step may take; 0: no limit. strict: True: the
-        step must end within its turns. False: it may also take as long as the cheapest step with a chunk of a prompt, up to two
-        turns, if that is longer."""
+        step may take `turns` turns. False: it may take max(`turns` turns, min(c, 2 turns)), where c is the time of the cheapest
+        step with a chunk of a prompt, plus a small margin; c is 0 if no small step of this kind has been measured."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)

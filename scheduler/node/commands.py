@@ -51,8 +51,9 @@ def warm(node: Node, event: WarmRequested) -> None:
 
 
 def in_use(node: Node, model: Model) -> Refusal | None:
-    """Returns why a load ahead of requests is refused; None if it may begin. It is refused if it cannot begin now, if another model
-    waits for the memory that it takes, or if it would evict a model that has not been used since it was loaded."""
+    """Returns why a load that no request waits for is refused, for example because the memory that it needs is in use; None if it
+    may begin. The load is refused if it cannot begin now, if another model waits for one of its devices, or if it would evict a
+    model for which no request has come since a command or a pin loaded that model."""
     if not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
     if model.retry_at > node.now:

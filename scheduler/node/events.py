@@ -128,8 +128,9 @@ class ModelRemoved(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CopiesChosen(Event):
-    """Announces which copies of experts the next loads of a split mixture-of-experts model take if there is room. copies: None if
-    they take none."""
+    """Announces which copies of experts the next loads of a split mixture-of-experts model take. The copied experts are loaded a
+    second time, on other devices of the model, to spread their work. A load takes no copies if one of its devices has no room for
+    them when the load begins. copies: the chosen copies; None: loads take no copies."""
 
     model: str
     copies: ExpertCopies | None

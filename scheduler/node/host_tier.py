@@ -88,8 +88,9 @@ class HostTierAccount:
         return slots
 
     def end_grant(self, placement_id: int, keep: Slots = ()) -> None:
-        """Ends the grant of a placement's slots, if it has any. keep: those of the slots that hold something and are to be recorded
-        by `hold`; the others become free. Raises ValueError for a slot that was not granted."""
+        """Ends the grant of a placement's slots, if it has any. keep: those of the slots that hold weights or KV; they stay taken,
+        and the caller must record them by a call of `hold` right after this one. All other slots become free. Raises ValueError for
+        a slot in `keep` that was not granted."""
         granted = self.transit.pop(placement_id, None)
         slots = granted.slots if granted is not None else ()
         kept = set(keep)

@@ -49,8 +49,11 @@ def place_next(node: Node, device: Device) -> None:
 
 def place_newcomer(node: Node, model: Model) -> None:
     """Begins a placement of a model that has just come to need one (a request or a command waits for it), if there is room for it.
-    Otherwise sets deadlines or marks devices, so that the model is considered again in time. Other models are not considered,
-    because nothing has changed for them."""
+    Other models are not considered, because nothing has changed for them.
+
+    If there is no room, the model is considered again later. On each of its devices, a deadline is set for the time at which the
+    first waiting model becomes overdue. A device is marked as one on which placements are to be tried (Node.stirred) if this model
+    is the first there and overdue already, or if the device is held for this model."""
     if not node.resting(model) or not any(model.name in node.devices[name].by_age for name in model.devices):
         return
     option = look.best_option(node, model, may_force=False)

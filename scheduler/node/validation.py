@@ -189,8 +189,10 @@ def check_host(node: Node) -> None:
 
 
 def check_listed(node: Node, model: Model) -> None:
-    """Checks the devices' lists of waiting models. A model that waits to be placed is in the list of each of its devices, or in the
-    device's `crowded_out` if pinned models leave no room there. Any other model is in no list."""
+    """Checks that one model is on the right devices' lists of waiting models (Device.by_age and by_work). Raises AssertionError if
+    it is not. A model that waits to be placed must be on the lists of each device in Model.devices, which are the devices that may
+    hold it and, when empty, have room for it (for a share of it, if it is split). If pinned models leave no room on a device, the
+    model may be in the device's `crowded_out` instead. A model that does not wait to be placed must be on no list."""
     listed = [device for device in node.devices.values() if model.name in device.by_age]
     assert all(model.name in device.by_work for device in listed), f"lists differ for {model.name}"
     waits = node.wanted(model) and node.resting(model) and model.retry_at <= node.now
