@@ -238,8 +238,9 @@ def _is_recorded(request: web.Request, endpoint: Endpoint | None) -> bool:
 
 
 def _progress(request: web.Request) -> Progress:
-    """Returns the new Progress of a request and makes it its connection's `in_progress`. The Progress contains the state that an
-    earlier daemon has handed over for this request, if any."""
+    """Makes a Progress, the state of one request from which a later daemon can continue it, and returns it. The Progress is also
+    stored as `in_progress` of the request's connection. If an earlier daemon received the request and handed the request's state
+    over at a restart, the Progress contains that state."""
     connection = request.protocol
     name = request_id(request.headers.get("X-Request-Id"))
     if not isinstance(connection, Connection):

@@ -63,8 +63,9 @@ class TextWork(Protocol):
 
 
 class TenantText:
-    """Implements TextPort for the requests of one tenant. share: the tenant's share of the work. All methods may raise
-    HearthError."""
+    """Implements TextPort, the interface to the tokenizers and chat templates that run in helper processes (text workers), for the
+    requests of one tenant. share: the tenant's name and weight, by which the workers' time is divided among tenants. All methods
+    may raise HearthError."""
 
     def __init__(self, work: TextWork, share: Share) -> None:
         self._work, self._share = work, share

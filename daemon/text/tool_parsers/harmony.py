@@ -181,8 +181,9 @@ class HarmonyParser:
             self._begin(self._kind_of(header), f"to={recipient} " if recipient else "")
 
     def _close(self, out: list[Piece]) -> None:
-        """Ends the current message and adds the pieces that its end completes to `out`. If only a header was read, its text,
-        without the parts of a header, becomes content or reasoning."""
+        """Ends the current message and adds the pieces that its end completes to `out`. If the message ends within its header, the
+        header's role, channel, recipient and content type are removed, and the text that remains becomes a piece. That piece is
+        reasoning if the channel is analysis and the parser was made with `reasoning`, otherwise content."""
         if self._header is not None:
             header, self._header = self._header, None
             self._begin(self._kind_of(header))

@@ -1,4 +1,5 @@
-"""The pieces that a reply's text is split into."""
+"""Defines the pieces into which a reply's text is split (content, reasoning, and the parts of tool calls), and ToolParser, the
+interface of the parsers that split it. Also contains functions with which parsers find markers in a text."""
 
 from __future__ import annotations
 
