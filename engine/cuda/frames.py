@@ -91,8 +91,8 @@ class DeviceFrames:
             return int(verdict.item())
 
     def measured_by(self, host: Decoder) -> Decoder:
-        """Returns a decoder with which loader.reading.read_rates measures how fast frames can be decoded. Like a load, it computes
-        the checksum on the host, by `host`, and the values on the device."""
+        """Returns a decoder with which loader.reading.read_rates measures how fast frames, the compressed units of a packed weight
+        file, can be decoded. As in a load, checksums are computed on the host, by `host`, and frames are decoded on this device."""
         with self._memory.copying():  # torch reuses memory in the order of the stream it was taken on
             out = torch.empty(frame.FRAME_VALUES, dtype=torch.int16, device=self._memory.arena.device)
         verdict = self.verdict()

@@ -75,9 +75,10 @@ class GroupSteps:
             os.eventfd_read(self._doorbell)
 
     def run_queue(self) -> bool:
-        """Runs steps of the queue that other engines lead, and returns whether it ran any. It stops at the first step that this
-        engine leads, because that step is run when its result is asked for, and at a second step of one model, because the queue
-        may never be empty and the engine has other work to do between steps."""
+        """Runs the steps at the front of the queue that other engines lead, and returns whether it ran any. To lead a step is to
+        plan it, as the engine of rank 0 does. The call stops at the first step that this engine leads, because that step is run
+        when its result is asked for. It also stops at the second step of one model, because the queue may never be empty and the
+        engine has other work to do between steps."""
         ran: set[int] = set()
         while (region := self._queue.take(self._posted.keys() | ran)) is not None:
             self._follow(region)

@@ -408,9 +408,10 @@ class Constraints:
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
-        """Sends parked requests (those that the grammar process has not been sent yet) to the process, as long as the process has
-        loaded the tokenizer, has rows for masks and reads its messages. A process that does not read is sent no more grammars, so
-        that its backlog stays short however many requests come and go."""
+        """Sends parked requests (those that have not been sent to the grammar process yet) to the process, in their order. Does
+        nothing before the process has loaded the tokenizer. Stops at a request for whose token masks no row is free in the memory
+        that the engine shares with the process. Also stops when the process does not read its messages, so that its backlog stays
+        short however many requests come and go."""
         while grammars.opened and grammars.parked and not grammars.port.backlog_bytes:
             each = grammars.parked[0]
             if each.row < 0:
