@@ -114,9 +114,9 @@ class Space(NamedTuple):
 
     @property
     def begin_bytes(self) -> int:
-        """The offset in the model's weight range (the memory for all its weights) at which the next tensor group begins. Within a 4
-        KiB block it is the same as the group's offset in its file (block_offset), so that the group may be read without a copy; if
-        block_offset is -1, it is a multiple of 64."""
+        """The offset in the model's weight range (the memory for all its weights) at which the tensor group begins that is laid out
+        in this space. It is the first offset from offset_bytes on that is equal, modulo 4096, to the group's offset in its file, so
+        that the group can be read without a copy. If block_offset is -1, it is the first multiple of 64 instead."""
         offset = self.offset_bytes
         return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 

@@ -193,8 +193,12 @@ class _PerModule:
             self._special.setdefault(name, (place, each, self._read(given, each)))
 
     def of(self, module: str) -> tuple[float, str]:
-        """Returns (the rank or alpha of a module, the key of the config that gives it). module: the module's full name. If several
-        names under `pattern_key` fit the module, the first in the file counts."""
+        """Returns (number, key) for a module. number: the module's rank if this object was made for the key `r`, its alpha if made
+        for `lora_alpha`. key: the key of the config that gives the number. module: the module's full name.
+
+        A name under `pattern_key` matches a module if it is the module's full name or the end of it after a dot; a name that begins
+        with ^ must be the full name. If several names match, the first in the file counts. If none matches, the number is the one
+        for all modules."""
         parts = module.split(".")
         names = [f"^{module}", *(".".join(parts[at:]) for at in range(len(parts)))]
         found = min((self._special[name] for name in names if name in self._special), default=None)

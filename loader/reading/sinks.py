@@ -177,8 +177,9 @@ class HostSink:
             _in_parts(write, source, held)
 
     def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
-        """Stores only some columns of the rows in a span. The span must be a whole segment of a read, not a part of one. columns:
-        the columns that are kept. read: the span's bytes."""
+        """Writes the kept columns of a span's rows to their destination in the weight range, converted to the dtype in memory. The
+        span must be a whole segment (consecutive elements of one tensor that are read together), because columns can be cut only
+        from complete rows. columns: the columns that are kept. read: the span's bytes."""
         segment = span.segment
         ((begin, end),) = segment.places
         if segment.target in _AS_STORED:  # numpy copies parts of rows faster than torch does, and in this thread
@@ -203,7 +204,7 @@ class HostSink:
 
     def _held(self, slot: WeightSlot) -> torch.Tensor:
         """Returns the memory of a parameter as a tensor with the parameter's dtype and shape in memory. Only for a parameter whose
-        numbers are rearranged."""
+        numbers are rearranged by the loader, that is, whose slot.relayout is not None."""
         place = torch.from_numpy(self._bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
         return place.view(held_dtype(slot)).view(slot.held_shape)
 
