@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_checks import check_broken, check_logits, check_results, on_one_device
+from tests.engine.split_checks import FLOAT32_TOLERANCE, check_broken, check_logits, check_results, on_one_device
 from tests.engine.split_models import FAMILIES, QUANTISED, How, logits_of_steps, write_gemma4, write_quantised
 
 TWO = How(num_stages=2)
@@ -43,7 +43,9 @@ def four() -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages_compute_the_bits_of_one_device(two: RankGroup, family: str) -> None:
-    check_logits(two, family, (RECORDED, RECORDED), tolerance=0.0)
+    """Allows rounding for gemma4: a stage has fewer columns of the projection to all layers' inputs, and on some processors torch
+    then adds in another order."""
+    check_logits(two, family, (RECORDED, RECORDED), tolerance=FLOAT32_TOLERANCE if family == "gemma4" else 0.0)
 
 
 @pytest.mark.parametrize("family", FOUR)
