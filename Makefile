@@ -38,8 +38,8 @@ demo: $(VENV)/.run
 	@$(BIN)/python -m demo.run $(if $(MODEL),--model '$(MODEL)')
 
 # So many processes take the test files one after the other: TESTS_AT_ONCE=0 runs all in one, as `$(BIN)/python -m pytest` does.
-# One more than the two cores of a small machine, because tests of whole nodes mostly wait.
-TESTS_AT_ONCE ?= 3
+# Two more than the two cores of a small machine, because tests of whole nodes mostly wait.
+TESTS_AT_ONCE ?= 4
 
 # Tests of the project's rules are a part of `make check`, too: `make check test` runs them once.
 RULES := tests/test_architecture.py tests/test_docs.py
