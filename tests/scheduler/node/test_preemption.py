@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.node import actions, events
+from scheduler.node import actions, events, preemption
 from tests.scheduler.node.fake_node import MIB, FakeNode, facts
 
 
@@ -80,6 +80,24 @@ def test_the_patience_follows_what_a_pause_costs() -> None:
     assert not slow.paused
     slow.sleep(0.2)
     assert slow.paused
+
+
+def test_idle_victims_do_not_prolong_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """b takes the place of a, which is busy, and of i, which is idle, and costs nothing to pause."""
+    monkeypatch.setattr(preemption, "pause_cost_s", lambda node, model: {"a": 0.1, "i": 100.0}[model.name])
+    node = FakeNode()
+    node.register(facts("a", 40), facts("i", 40), facts("b", 90))
+    node.arrive("i")
+    node.loaded("i")
+    node.finish()
+    node.arrive("a")
+    node.loaded("a")
+    node.arrive("b")
+    node.sleep(11.5)
+    assert node.state("a") == "draining"
+    assert not node.paused
+    node.sleep(1.1)  # preempt_after_s
+    assert node.paused == (2,)
 
 
 def test_what_must_be_computed_again_prolongs_the_patience_and_kept_prefixes_do_not() -> None:
