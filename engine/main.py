@@ -26,6 +26,7 @@ from engine.host.process import import_torch_without_meta_kernels, name_process,
 from engine.loop.worker import Engine
 from engine.memory.handover import Handover
 from engine.memory.host_tier import HostTier
+from engine.memory.out_of_memory import lacks_memory
 from engine.protocol import JOURNAL_BYTES, SHOW_THREADS, Configure, EngineFault
 from engine.serve.channel import Channel, ChannelClosed
 
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _kind_at_start(error: Exception) -> str:
     """Returns the kind (EngineFault.kind) of an error with which an engine could not start. On a GPU that others have filled, torch
     finds no room for the CUDA context, and raises a RuntimeError before any chunk is allocated."""
-    return "no_memory" if isinstance(error, MemoryError) or "out of memory" in str(error).lower() else "fault"
+    return "no_memory" if lacks_memory(error) else "fault"
 
 
 def _fault(channel: Channel, kind: str, error: Exception) -> int:
@@ -157,7 +158,7 @@ def _fault(channel: Channel, kind: str, error: Exception) -> int:
     The log has a traceback, except for lack of memory, errors of a CUDA device and missing packages: in the first two cases the
     call that raised the error is often not the one that caused it."""
     line = str(error).partition("\n")[0]
-    is_known = isinstance(error, MemoryError) or "can't allocate memory" in line  # the latter is torch's RuntimeError
+    is_known = lacks_memory(error)
     if isinstance(error, ModuleNotFoundError):
         line, is_known = f"the Python package {error.name} is not installed; `hearth doctor` says how it is", True
     log.error("engine fault: %s", line, exc_info=None if is_known or "CUDA" in line else error)

@@ -27,7 +27,6 @@ from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.model import CudaModel
 from engine.cuda.nccl import NcclError, nccl
 from engine.cuda.ops import CudaOps
-from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.peers import Peers
 from engine.cuda.ranks import connect
 from engine.cuda.share import CudaShare, ShareLinks
@@ -41,6 +40,7 @@ from engine.memory import handles
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.group_region import GroupRegion
 from engine.memory.handover import Handover
+from engine.memory.out_of_memory import lacks_memory
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
 from loader.configs.hf_config import CONFIG_NAME

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graph_room import GraphRoom
-from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.sequences import Padding, Staging, words_of
+from engine.memory.out_of_memory import lacks_memory
 
 log = logging.getLogger("engine")
 

@@ -39,7 +39,6 @@ from engine.cuda.kernels import entry
 from engine.cuda.mixed_graphs import MixedGraphs
 from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
 from engine.cuda.ops import CudaOps
-from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.predicting import CudaPredicting, WithProposals
 from engine.cuda.sequences import DeviceSequences, Staging
 from engine.cuda.tile_choice import ModelTiles
@@ -48,6 +47,7 @@ from engine.layers.expert_counts import has_counts
 from engine.layers.rope import rotaries_of
 from engine.layers.weights import Weights
 from engine.memory.arena import kv_views, state_view
+from engine.memory.out_of_memory import lacks_memory
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.ops.ops import Rotary

@@ -32,8 +32,8 @@ from engine.cuda import tile_trials
 from engine.cuda.kernels import linear_choice, tiles, triton_decode, triton_extend, triton_fp8, triton_softmax
 from engine.cuda.kernels.linear_choice import MEASURE_TRIES, apart
 from engine.cuda.kernels.tiles import MeasuredTile, Place, Tile
-from engine.cuda.out_of_memory import lacks_memory
 from engine.cuda.tile_trials import Trial, trials_of
+from engine.memory.out_of_memory import lacks_memory
 from engine.protocol import LoadModel
 from loader import cached_file
 from loader.shapes.model_shape import ModelShape

@@ -20,6 +20,7 @@ from engine.lifecycle.loads import Begun, Load, Loads, Streams, Summed
 from engine.loading.left_weights import checksum_of
 from engine.memory.chunk_memory import ChunkMemory, DeviceUnusable
 from engine.memory.host_tier import HostTier
+from engine.memory.out_of_memory import lacks_memory
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message, WeightsHeld
 from engine.serve.adapter_loads import AdapterRead
 from engine.serve.served_models import ServedModels
@@ -27,9 +28,6 @@ from engine.serve.splitting import why_not_split
 from scheduler.batch.plan import BatchPlan
 
 log = logging.getLogger("engine")
-
-# In errors of torch, of drivers and of cuBLAS that lack memory; the device is well then.
-NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")
 
 
 class Lifecycle:
@@ -258,7 +256,7 @@ class Lifecycle:
         load would fail, too. error: why the load failed."""
         if isinstance(error, DeviceUnusable):
             raise error
-        if isinstance(error, RuntimeError) and not any(text in str(error).lower() for text in NO_MEMORY):
+        if isinstance(error, RuntimeError) and not lacks_memory(error):
             self._check_device()
 
     def _restored(self, life: Life, transfer: KVTransfer) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cuda.kernels import triton_linear
-from engine.cuda.out_of_memory import lacks_memory
+from engine.memory.out_of_memory import lacks_memory
 from loader import cached_file
 from loader.threads import Thread
 
