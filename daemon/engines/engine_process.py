@@ -51,12 +51,18 @@ class EngineProcess(Protocol):
     pidfd: int
     stderr: IO[bytes]
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
 
     def show_threads(self) -> None:
         """Has the process write to its standard error where each of its threads is. Ends the process if it is not ready for
         that."""
-        ...
+        self._send(SHOW_THREADS)
+
+    def _send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process; does nothing if it has ended already."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self) -> int | None:
         """Waits for the process's end; called in a thread, because it blocks. Returns the exit code, the negative number of the
@@ -68,7 +74,7 @@ class EngineProcess(Protocol):
         ...
 
 
-class Spawned:
+class Spawned(EngineProcess):
     """An engine process (EngineProcess) that is started with exec as `python -m MODULE`. arguments: its command-line arguments.
     descriptors: the file descriptors that it inherits, which the arguments name. variables: environment variables to set. module:
     the module to run, usually `engine`. Raises OSError if the process cannot be started."""
@@ -92,23 +98,11 @@ class Spawned:
         self.pid, self.stderr = self._process.pid, self._process.stderr
         self.pidfd = os.pidfd_open(self.pid)
 
-    def kill(self) -> None:
-        send_signal(self.pidfd, signal.SIGKILL)
-
-    def show_threads(self) -> None:
-        send_signal(self.pidfd, SHOW_THREADS)
-
     def wait(self) -> int | None:
         return self._process.wait()
 
     def close(self) -> None:
         os.close(self.pidfd)
-
-
-def send_signal(pidfd: int, number: signal.Signals) -> None:
-    """Sends a signal to a process; does nothing if it has ended already. pidfd: a descriptor of the process."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, number)
 
 
 def end(process: EngineProcess) -> None:

@@ -29,7 +29,7 @@ class EngineStderr:
         self._loop, self._stream, self._device = asyncio.get_running_loop(), stream, device
         self._rest = b""  # the beginning of a line whose end has not been read yet
         os.set_blocking(stream.fileno(), False)
-        self._loop.add_reader(stream.fileno(), self._on_readable)
+        self._loop.add_reader(stream.fileno(), self._read)
 
     def close(self) -> None:
         """Logs what the pipe still holds, and closes it. Called when the process has ended. Further calls do nothing."""
@@ -37,9 +37,6 @@ class EngineStderr:
         while not self._stream.closed and num_bytes < LAST_BYTES and (num_read := self._read()):
             num_bytes += num_read
         self._end()
-
-    def _on_readable(self) -> None:
-        self._read()
 
     def _read(self) -> int:
         """Reads once and logs the lines. Returns the number of bytes read, and 0 if there are none now or never again."""

@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -18,11 +17,11 @@ from typing import IO
 import msgspec
 
 from config.schema import DeviceBudget, NodeConfig
-from daemon.engines.engine_process import EngineProcess, send_signal
+from daemon.engines.engine_process import EngineProcess
 from daemon.process import socket_child
 from engine.forks.messages import PACKET_BYTES, Forked, ForkEngine
 from engine.host.child_process import child_environment
-from engine.protocol import SHOW_THREADS
+from engine.memory import handles
 from loader.ready_threads import ReadyThreads
 from loader.threads import Thread
 
@@ -84,7 +83,7 @@ class ForkServer:
         try:
             forking = asyncio.get_running_loop().run_in_executor(self._thread, self._fork, request, own)
         except BaseException:
-            _close(own)
+            handles.close(own)
             raise
         try:
             return await asyncio.shield(forking)  # a cancelled call would not close its descriptors
@@ -116,7 +115,7 @@ class ForkServer:
                     if is_last:
                         raise OSError(f"the fork server of engines {gone}") from None
         finally:
-            _close(descriptors)
+            handles.close(descriptors)
         raise AssertionError("not reached")
 
     def _ask(self, request: ForkEngine, descriptors: Sequence[int]) -> EngineProcess:
@@ -178,11 +177,6 @@ def _copies(descriptors: Sequence[int]) -> list[int]:
     return copies
 
 
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
 def _give_up(forking: asyncio.Future[EngineProcess]) -> None:
     """Ends the engine that a call has forked of which nobody waits for the result any more."""
     if not forking.cancelled() and forking.exception() is None:
@@ -232,19 +226,13 @@ class _Gone(Exception):
     ended"."""
 
 
-class _ForkedEngine:
+class _ForkedEngine(EngineProcess):
     """An engine process (EngineProcess) that the fork server has forked. ended_fd: the read end of a pipe to which the server
     writes how the process has ended; only the server knows, because the process is its child."""
 
     def __init__(self, pid: int, pidfd: int, ended_fd: int, stderr_fd: int) -> None:
         self.pid, self.pidfd, self._ended_fd = pid, pidfd, ended_fd
         self.stderr: IO[bytes] = os.fdopen(stderr_fd, "rb")
-
-    def kill(self) -> None:
-        send_signal(self.pidfd, signal.SIGKILL)
-
-    def show_threads(self) -> None:
-        send_signal(self.pidfd, SHOW_THREADS)
 
     def wait(self) -> int | None:
         _readable(self.pidfd)
