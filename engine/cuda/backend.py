@@ -32,7 +32,7 @@ from engine.cuda.ranks import connect
 from engine.cuda.share import CudaShare, ShareLinks
 from engine.cuda.sink import DeviceSink
 from engine.cuda.stages import DeviceStages
-from engine.cuda.tile_choice import TileChoice, choice_file, compared_on, measured_on
+from engine.cuda.tile_choice import TileChoice, choice_file, compared_on, measured_on, usable_flash
 from engine.host.process import num_cores
 from engine.host.step_begins import StepBegins
 from engine.host.weight_decoder import weight_decoder
@@ -116,12 +116,15 @@ class CudaBackend:
         self._frames = device_frames(self.memory)
         if self.memory.arena.is_cuda:
             major, minor = torch.cuda.get_device_capability()
-            of_gpu = (10 * major + minor, self._options.block_tokens)
+            capability, folder = 10 * major + minor, Path(triton.knobs.cache.dir)
+            of_gpu = (capability, self._options.block_tokens)
             self._builds = CudaKernelBuilds(str(triton.knobs.cache.dir), *of_gpu, num_cores(), tell)
             gpu, device = torch.cuda.get_device_properties(self.memory.arena.device), self.memory.arena.device
-            path = choice_file(Path(triton.knobs.cache.dir), f"{gpu.name} {major}.{minor}")
+            flash, flash_mark = usable_flash(folder, capability)
+            path = choice_file(folder, f"{gpu.name} {major}.{minor}", flash)
+            builds = partial(self._builds.build_trials, has_flash=flash_mark is not None)
             tries = measured_on(device, gpu.multi_processor_count), compared_on(device, gpu.multi_processor_count)
-            self._tile_choice = TileChoice(path, self._options.block_tokens, self._builds.build_trials, *tries)
+            self._tile_choice = TileChoice(path, self._options.block_tokens, builds, *tries, flash_mark)
             self._tile_choice.begin()
 
     def need_kernels(

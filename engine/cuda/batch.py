@@ -40,6 +40,15 @@ class DeviceGroup:
 
 
 @dataclass(slots=True)
+class PromptRows:
+    """The rows of a step as FlashAttention takes them (kernels/flash_attention.py). bounds [R + 1] int32: the index in the step of
+    each row's first token, then T. num_new [R] int32: the row's number of new tokens, 0 if it is one."""
+
+    bounds: Tensor
+    num_new: Tensor
+
+
+@dataclass(slots=True)
 class QueryTiles:
     """The I tiles (groups of adjacent queries of one row) into which the rows with several new tokens are divided, as triton_extend
     takes them.
@@ -47,13 +56,15 @@ class QueryTiles:
     rows [I] int32: each tile's row. firsts [I] int32: the index of its first query among the row's new tokens; at or above num_new
     in tiles that are padding.
     tokens: number of queries in a tile.
-    starts, num_new [R]: the index in the step of each row's first token, and the row's number of new tokens."""
+    starts, num_new [R]: the index in the step of each row's first token, and the row's number of new tokens.
+    prompt_rows: set by the step's first layer that FlashAttention computes; None: there was none yet."""
 
     rows: Tensor
     firsts: Tensor
     tokens: int
     starts: Tensor
     num_new: Tensor
+    prompt_rows: PromptRows | None = None
 
 
 @dataclass(slots=True)

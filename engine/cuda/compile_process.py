@@ -35,7 +35,8 @@ class CompileJob(msgspec.Struct, frozen=True):
     Triton's cache folder.
     adapters: compile the kernels of steps with LoRA adapters instead.
     tiles: the tiles of attention that the engine uses instead of those of the table in kernels/tiles.py.
-    trials: compile attention instead, with all tiles that the engine compares for this model (tile_choice.py)."""
+    trials: compile attention instead, with all tiles that the engine compares for this model (tile_choice.py).
+    has_flash: whether the engine also compares FlashAttention, which is not compiled here."""
 
     spec: LoadModel
     shape: ModelShape
@@ -45,6 +46,7 @@ class CompileJob(msgspec.Struct, frozen=True):
     adapters: bool = False
     tiles: list[MeasuredTile] = []
     trials: bool = False
+    has_flash: bool = False
 
 
 def main() -> int:
@@ -82,10 +84,11 @@ def launch_sums(num_ranks: int) -> None:
 def launch_trials(job: CompileJob) -> None:
     """Launches attention with every tile that the engine compares for the model (tile_choice.py), with the arguments that the
     engine uses. Called where launches are only recorded, so nothing is computed."""
-    for trial in tile_trials.trials_of(job.spec, job.shape, job.block_tokens):
-        for launch in tile_trials.launching(trial, "cpu", 1, trial.tiles).values():
+    for trial in tile_trials.trials_of(job.spec, job.shape, job.block_tokens, job.has_flash):
+        own = [tile for tile in trial.tiles if not tile.flash]
+        for launch in tile_trials.launching(trial, "cpu", 1, own).values():
             launch()
-        for tile in trial.tiles[1:]:
+        for tile in own:
             tile_trials.Comparison(trial, "cpu", 1, tile).launch()
 
 

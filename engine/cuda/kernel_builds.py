@@ -73,17 +73,19 @@ class CudaKernelBuilds:
         except OSError as error:  # the folder is gone, or its disk is full or broken
             log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
 
-    def build_trials(self, spec: LoadModel, shape: ModelShape) -> bool:
+    def build_trials(self, spec: LoadModel, shape: ModelShape, has_flash: bool = False) -> bool:
         """Compiles the attention kernels with which alternative tiles are compared for a model (tile_choice.py), in one process.
         Does not take the lock of `need`, so no load waits for this. Returns whether all of them are compiled; if not, the log says
-        why."""
+        why. has_flash: whether FlashAttention is among what is compared."""
         try:
             process = _start(0, 1)
         except OSError as error:
             log.error("%s: the tiles to compare cannot be compiled: %s", spec.model, error)
             return False
         try:
-            reader = Thread(target=_follow, args=(process, self._job(spec, shape, trials=True), _Progress()), name="tiles")
+            reader = Thread(
+                target=_follow, args=(process, self._job(spec, shape, trials=True, has_flash=has_flash), _Progress()), name="tiles"
+            )
             reader.start()
             code = process.wait(LIMIT_S)
         except (MemoryError, subprocess.TimeoutExpired) as error:
@@ -96,13 +98,16 @@ class CudaKernelBuilds:
             log.error("%s: the tiles to compare are not all compiled: a compiler ended with %d", spec.model, code)
         return code == 0
 
-    def _job(self, spec: LoadModel, shape: ModelShape, adapters: bool = False, trials: bool = False) -> bytes:
-        """Returns the CompileJob for a model as JSON. Settings of `spec` that do not affect compilation are left empty. adapters,
-        trials: see CompileJob."""
+    def _job(
+        self, spec: LoadModel, shape: ModelShape, adapters: bool = False, trials: bool = False, has_flash: bool = False
+    ) -> bytes:
+        """Returns the CompileJob for a model as JSON. Settings of `spec` that do not affect compilation are left empty. The kernels
+        that FlashAttention replaces are compiled nevertheless. adapters, trials, has_flash: see CompileJob."""
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         of_gpu = (self._block_tokens, self._capability, self._folder)
-        return msgspec.json.encode(CompileJob(settings, shape, *of_gpu, adapters, tiles.in_use(), trials))
+        own = [one._replace(tile=one.tile._replace(flash=False)) for one in tiles.in_use()]
+        return msgspec.json.encode(CompileJob(settings, shape, *of_gpu, adapters, own, trials, has_flash))
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
         """Runs compile processes for the job, and returns whether all of them succeeded. job: a CompileJob as JSON. waiting: called

@@ -8,6 +8,10 @@ has a warning. This is mainly for the variant of the decode kernel with `joins` 
 launch combine the split-K parts of a sequence's attention themselves. It relies on an order in which the GPU makes writes to memory
 visible. On a GPU with another order some of its results would be wrong, which measured times do not show.
 
+Where FlashAttention is installed, prompts are also measured with it (tiles with `flash`). Its code ends the process where it fails,
+so a file (flash_mark) exists while its results are compared. If an engine finds that file when it starts, an earlier one ended in
+the comparison, and FlashAttention is neither compared nor used until the file is deleted.
+
 A choice takes effect only in the next engine, because graphs hold grids and tiles, and because another tile may change the last
 bits of logits and so the text of a running request.
 """
@@ -20,6 +24,7 @@ import logging
 import statistics
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +34,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from engine.cuda import tile_trials
-from engine.cuda.kernels import linear_choice, tiles, triton_decode, triton_extend, triton_fp8, triton_softmax
+from engine.cuda.kernels import flash_attention, linear_choice, tiles, triton_decode, triton_extend, triton_fp8, triton_softmax
 from engine.cuda.kernels.linear_choice import MEASURE_TRIES, apart
 from engine.cuda.kernels.tiles import MeasuredTile, Place, Tile
 from engine.cuda.tile_trials import Trial, trials_of
@@ -58,8 +63,8 @@ class _Contest:
 
     excluded: tiles that are not compared, because their results are wrong.
     best: the tile that no other has beaten so far.
-    rivals: the tiles that `best` has not been compared with yet. After all rivals of other sizes, the variant of `best` that
-    combines split-K parts itself (`joins`) is the last rival.
+    rivals: the tiles that `best` has not been compared with yet. After all rivals of other sizes, the variant of `best` is the last
+    rival: in decode steps the one that combines split-K parts itself (`joins`), for prompts the one with FlashAttention (`flash`).
     ready: whether all tiles are compiled.
     num_compared: number of calls of TileChoice.compare in which the first rival had the right results. num_tries: number of calls
     since then that decided nothing."""
@@ -67,10 +72,10 @@ class _Contest:
     def __init__(self, trial: Trial, excluded: Collection[Tile]) -> None:
         self.trial, self.ready, self.num_compared, self.num_tries = trial, False, 0, 0
         self.best, *others = (tile for tile in trial.tiles if tile not in excluded)
-        self.rivals = [tile for tile in others if not tile.joins]
-        self._joining = [tile for tile in others if tile.joins]
+        self.rivals = [tile for tile in others if tile == tile.size]
+        self._variants = [tile for tile in others if tile != tile.size]
         self.gained = 1.0  # the time of `best` over that of the table's tile, as it was measured
-        self._add_joining()
+        self._add_variant()
 
     @property
     def is_open(self) -> bool:
@@ -90,12 +95,12 @@ class _Contest:
     def end_rival(self) -> None:
         self.rivals.pop(0)
         self.num_compared = self.num_tries = 0
-        self._add_joining()
+        self._add_variant()
 
-    def _add_joining(self) -> None:
+    def _add_variant(self) -> None:
         if not self.rivals:
-            self.rivals = [tile for tile in self._joining if tile == self.best._replace(joins=True)]
-            self._joining = []
+            self.rivals = [tile for tile in self._variants if tile.size == self.best]
+            self._variants = []
 
 
 class ModelTiles:
@@ -122,12 +127,21 @@ class TileChoice:
     """The choice of tiles for attention on one GPU.
 
     path: the file in which choices are kept (see choice_file).
+    flash_mark: the file that exists while results of FlashAttention are compared (see usable_flash); None: it cannot be used.
     compile_tiles: compiles, in another process, all kernels with which a model's tiles are measured, and returns whether that
     succeeded; it is called in a thread.
     measure: measures the times of tiles on the device. compare: compares a tile's results with those of the table's tile."""
 
-    def __init__(self, path: Path, block_tokens: int, compile_tiles: Compile, measure: Measure, compare: Compare) -> None:
-        self._path, self._block_tokens, self._compile = path, block_tokens, compile_tiles
+    def __init__(
+        self,
+        path: Path,
+        block_tokens: int,
+        compile_tiles: Compile,
+        measure: Measure,
+        compare: Compare,
+        flash_mark: Path | None = None,
+    ) -> None:
+        self._path, self._block_tokens, self._compile, self._flash_mark = path, block_tokens, compile_tiles, flash_mark
         self._measure, self._compare = measure, compare
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._contests: dict[Place, _Contest] = {}
@@ -157,7 +171,8 @@ class TileChoice:
         """Returns the measurements of tiles for a model that was just loaded, and starts to compile their tiles in the background.
         Called by the threads of loads."""
         with self._lock:
-            wanted = [trial for trial in trials_of(spec, shape, self._block_tokens) if trial.place not in self._kept.chosen]
+            trials = trials_of(spec, shape, self._block_tokens, self._flash_mark is not None)
+            wanted = [trial for trial in trials if trial.place not in self._kept.chosen]
             new = [trial for trial in wanted if trial.place not in self._contests]
             self._contests.update((trial.place, _Contest(trial, self._kept.excluded_at(trial.place))) for trial in new)
             contests = [self._contests[trial.place] for trial in wanted]
@@ -198,7 +213,7 @@ class TileChoice:
     def _has_results(self, contest: _Contest, rival: Tile) -> bool:
         """Compares the results of a rival tile once with those of the table's tile. Returns True if they differ, which excludes the
         rival; False if they agree or could not be compared, so that further calls are needed."""
-        is_right = self._compare(contest.trial, rival)
+        is_right = self._compare_flash(contest.trial, rival) if rival.flash else self._compare(contest.trial, rival)
         if is_right is None:
             contest.num_tries += 1
             return False
@@ -211,6 +226,26 @@ class TileChoice:
             self._kept.excluded.add(MeasuredTile(*contest.trial.place, rival))
         self._write_behind()
         return True
+
+    def _compare_flash(self, trial: Trial, rival: Tile) -> bool | None:
+        """Compares the results of FlashAttention as the function `compare` does. The file flash_mark exists meanwhile, and stays if
+        the process ends. Returns False also if the library refuses the call, and None if the file cannot be made."""
+        assert self._flash_mark is not None
+        try:
+            self._flash_mark.touch()
+        except OSError as error:
+            log.warning("%s: FlashAttention is not compared: %s", trial, error)
+            return None
+        try:
+            is_right = self._compare(trial, rival)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or "CUDA" in str(error):  # the device is lost, and the engine ends
+                raise
+            log.warning("%s: FlashAttention refuses it: %s", trial, error)
+            is_right = False
+        with suppress(OSError):
+            self._flash_mark.unlink()
+        return is_right
 
     def _has_times(self, contest: _Contest, rival: Tile) -> bool:
         """Measures the times of a rival tile and of the best tile once. Returns whether one is clearly faster; if that is the
@@ -274,10 +309,25 @@ class _Kept(NamedTuple):
         return json.dumps({"kept": kept, "excluded": sorted(self.excluded)}).encode()  # a tuple becomes a list
 
 
-def choice_file(folder: Path, gpu: str) -> Path:
-    """Returns the path of the file with the choices for a GPU. Its name depends on the GPU, the version of Triton, and the source
-    text of the attention kernels and the table. gpu: the GPU's name and compute capability."""
-    digest = hashlib.blake2b(f"{gpu} {triton.__version__}".encode(), digest_size=12)
+def usable_flash(folder: Path, gpu: int) -> tuple[str, Path | None]:
+    """Returns the version of FlashAttention that can be used, and the file in `folder` that exists while its results are compared;
+    "" and None if none can be used. gpu: the compute capability, 90 for 9.0."""
+    if not (version := flash_attention.version(gpu)):
+        return "", None
+    mark = folder / f"flash-attention-{version}-is-compared"
+    if mark.exists():
+        log.warning(
+            "FlashAttention %s is not used: an engine ended while it compared its results; to try again, delete %s", version, mark
+        )
+        return "", None
+    return version, mark
+
+
+def choice_file(folder: Path, gpu: str, flash: str = "") -> Path:
+    """Returns the path of the file with the choices for a GPU. Its name depends on the GPU, the versions of Triton and of
+    FlashAttention, and the source text of the attention kernels and the table. gpu: the GPU's name and compute capability. flash:
+    the version of FlashAttention; "": none can be used."""
+    digest = hashlib.blake2b(f"{gpu} {triton.__version__} {flash}".encode(), digest_size=12)
     for source in SOURCES:
         digest.update(source.read_bytes())
     return folder / f"tiles-{digest.hexdigest()}.json"
@@ -294,17 +344,18 @@ def _read(path: Path) -> _Kept:
 
 def _row(row: list[Any]) -> MeasuredTile:
     """Returns the measured tile that a row of the file describes. Raises ValueError, TypeError or KeyError for a row of another
-    form, and ValueError for a tile that the table does not name."""
+    form, and ValueError for a tile that the table does not name, with FlashAttention or without it."""
     kernel, head_dim, item_bytes, fp8, group, sizes = row
     one = MeasuredTile(kernel, head_dim, item_bytes, fp8, group, Tile(*sizes))
     entry = tiles.entry_of(*one[:4])
-    if one.tile not in (entry.tile, *entry.others):
+    if one.tile._replace(flash=False) not in (entry.tile, *entry.others):
         raise ValueError(f"{_told(one.tile)} is none of the tiles of {kernel} with heads of {head_dim}")
     return one
 
 
 def _told(tile: Tile) -> str:
-    return f"{tile.tokens} x {tile.positions}, {tile.warps} warps, {tile.stages} stages{', joining pieces' if tile.joins else ''}"
+    told = f"{tile.tokens} x {tile.positions}, {tile.warps} warps, {tile.stages} stages{', joining pieces' if tile.joins else ''}"
+    return f"FlashAttention beside {told}" if tile.flash else told
 
 
 def measured_on(device: torch.device, num_cores: int) -> Measure:

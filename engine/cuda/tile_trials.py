@@ -5,20 +5,24 @@ here have been compiled before.
 A tile's speed depends on the head size and on the types of numbers. In decode steps a row's context is cut into parts (`pieces`;
 split-K), and the time of a tile that combines these parts itself (`joins`) also depends on the number of query heads per KV head.
 Windows, softcaps and sinks change the times of all tiles alike, so models that differ only in these share a trial.
+
+Where FlashAttention is installed, prompts are also tried with it (tiles with `flash`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.cuda.kernels import entry, tiles, triton_decode, triton_extend
+from engine.cuda.batch import QueryTiles
+from engine.cuda.kernels import entry, flash_attention, tiles, triton_decode
 from engine.cuda.kernels.sizes import ceil_div
-from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, Entry, Place, Tile
+from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL, HALF, Entry, Place, Tile
 from engine.memory.arena import kv_views
 from engine.protocol import LoadModel
 from loader.shapes.kv_dtypes import KV_FP8, kv_dtype_named
@@ -38,6 +42,7 @@ PROGRAMS_PER_CORE = 40
 SHORT_ROWS, LONG_ROWS = (0, 1, 1, 2, 15, 16, 17), (300, 23)
 RAGGED = (0, 63, 0, 1, 37)  # positions by which rows are shorter than their pieces, in turn
 COMPARED_BLOCKS_BYTES = 8 << 20  # of keys and values, which the rows share
+NUM_PADDING = 5  # tokens that belong to no row
 LAUNCHES = 32  # of a form that joins pieces, back to back
 FP8_SCALE_OF_ONE = 127  # the code of a scale of 1
 NUM_DRAWN = 65521  # different numbers, over and over; a prime, so that no two rows or heads are alike
@@ -46,7 +51,8 @@ MOST_ROUNDINGS = 4  # of an output's type, by which tiles may differ, in terms o
 
 class Trial(NamedTuple):
     """The sizes of attention at which alternative tiles are compared. kernel: EXTEND_KERNEL (prompts) or DECODE_KERNEL. dtype: name
-    of the queries' type. kv_dtype: name of the type of keys and values."""
+    of the queries' type. kv_dtype: name of the type of keys and values. tries_flash: whether FlashAttention is among what is
+    compared."""
 
     kernel: str
     heads: int
@@ -55,6 +61,7 @@ class Trial(NamedTuple):
     dtype: str
     kv_dtype: str
     block_tokens: int
+    tries_flash: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -82,9 +89,10 @@ class Trial(NamedTuple):
     @property
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles that are compared: first the table's own, then the alternatives that it names, except those with `joins` where
-        the kernel cannot combine split-K parts."""
+        the kernel cannot combine split-K parts. With tries_flash, then each of them once more with `flash`."""
         can_join = triton_decode.joins_pieces(self.group, self.head_dim)
-        return self.entry.tile, *(tile for tile in self.entry.others if can_join or not tile.joins)
+        own = (self.entry.tile, *(tile for tile in self.entry.others if can_join or not tile.joins))
+        return *own, *(tile._replace(flash=True) for tile in own if self.tries_flash)
 
     def __str__(self) -> str:
         what, group = ("prompts", "") if self.kernel == EXTEND_KERNEL else ("decode steps", f" in groups of {self.group}")
@@ -92,10 +100,11 @@ class Trial(NamedTuple):
         return f"{what} with heads of {tiles.padded(self.head_dim)}{group} in {self.dtype}{over}"
 
 
-def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Trial]:
-    """Returns the trials for a model: one for each kind of its attention for which the table names alternative tiles. There are
-    none for latent attention, which has tiles of its own, nor for more than GROUP_ROWS query heads per KV head. If heads have
-    several sizes, prompts are tried only at the widest, which decides how many queries all tiles have."""
+def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int, has_flash: bool = False) -> list[Trial]:
+    """Returns the trials for a model: one for each kind of its attention for which the table names alternative tiles, or, for
+    prompts, which FlashAttention can compute. There are none for latent attention, which has tiles of its own, nor for more than
+    GROUP_ROWS query heads per KV head. If heads have several sizes, prompts are tried only at the widest, which decides how many
+    queries all tiles have. has_flash: whether FlashAttention can be used."""
     if shape.latent is not None:
         return []
     found: dict[Place, Trial] = {}
@@ -107,57 +116,81 @@ def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int) -> list[Tri
                 continue
             sizes = (shape.num_heads, heads.num_kv_heads, heads.head_dim)
             trial = Trial(kernel, *sizes, spec.dtype, spec.kv_dtype, block_tokens)
+            if has_flash and kernel == EXTEND_KERNEL and trial.item_bytes == HALF and not trial.is_fp8:
+                trial = trial._replace(tries_flash=flash_attention.takes(heads.head_dim))
             if len(trial.tiles) > 1:
                 found.setdefault(trial.place, trial)
     return list(found.values())
 
 
+class _Row(NamedTuple):
+    """A row of a trial. context: its number of positions after the step. num_new: how many of these the step computes."""
+
+    context: int
+    num_new: int = 1
+
+
 class _Inputs:
     """The arguments of a trial's attention, in memory of their own.
 
-    contexts: the number of positions of each row.
+    rows: the rows of the step.
     num_blocks: number of KV blocks. The rows use them one row after the other, each as many as the longest row needs; after the
     last block, rows begin again with block 0.
-    num_pieces: the approximate number of split-K parts into which contexts are cut in decode steps."""
+    num_pieces: the approximate number of split-K parts into which contexts are cut in decode steps.
+    num_padding: number of tokens that belong to no row."""
 
-    def __init__(self, trial: Trial, device: torch.device | str, contexts: list[int], num_blocks: int, num_pieces: int) -> None:
-        self.trial, self.device = trial, device
+    def __init__(
+        self,
+        trial: Trial,
+        device: torch.device | str,
+        rows: Sequence[_Row],
+        num_blocks: int,
+        num_pieces: int,
+        num_padding: int = 0,
+    ) -> None:
+        self.trial, self.device, self._rows = trial, device, rows
         _, block_bytes = _blocks(trial)
         group = KVGroupSpec("full", trial.block_tokens, block_bytes, (0,))
         self.arena = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
         self.kv = kv_views(self.arena, group, (2, trial.kv_heads, trial.head_dim), trial.kv_dtype)
-        row = torch.arange(len(contexts), dtype=torch.int32)
-        most = ceil_div(max(contexts), trial.block_tokens)
-        table = (row[:, None] * most + torch.arange(most, dtype=torch.int32)) % num_blocks
-        self.table, self.rows = table.to(device), row.to(device)
-        self.contexts = torch.tensor(contexts, dtype=torch.int32).to(device)
-        self.num_tokens = contexts[0] if trial.kernel == EXTEND_KERNEL else len(contexts)
+        number = torch.arange(len(rows), dtype=torch.int32)
+        most = ceil_div(max(row.context for row in rows), trial.block_tokens)
+        table = (number[:, None] * most + torch.arange(most, dtype=torch.int32)) % num_blocks
+        self.table, self.numbers = table.to(device), number.to(device)
+        self.contexts = self._column([row.context for row in rows])
+        self.num_tokens = sum(row.num_new for row in rows) + num_padding
         self.work = entry.split_contexts(self.contexts, 0, num_pieces, trial.kv_heads) if trial.kernel == DECODE_KERNEL else None
         self.num_columns = (trial.heads + 2 * trial.kv_heads) * trial.head_dim
+
+    def _column(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
 
     def qkv(self) -> Tensor:
         return torch.zeros(self.num_tokens, self.num_columns, dtype=getattr(torch, self.trial.dtype), device=self.device)
 
     def out(self) -> Tensor:
+        """Returns memory for results: zeros, which stay the results of tokens that are not computed."""
         width = self.trial.heads * self.trial.head_dim
-        return torch.empty(self.num_tokens, width, dtype=getattr(torch, self.trial.dtype), device=self.device)
+        return torch.zeros(self.num_tokens, width, dtype=getattr(torch, self.trial.dtype), device=self.device)
 
     def call(self, tile: Tile, qkv: Tensor, out: Tensor, in_order: bool = False) -> Callable[[], None]:
         """Returns a function that launches attention with this tile on the inputs, and copies nothing between host and device.
         in_order: for a tile that combines split-K parts itself, a second kernel combines them instead, with the same bits as
         result."""
         trial = self.trial
-        how = (trial.head_dim**-0.5, 0.0, None, entry.INTERPRETED, out)
+        how = (trial.head_dim**-0.5, 0.0, None)
         if trial.kernel == DECODE_KERNEL:
-            columns: tuple[Any, ...] = (self.table, self.rows, self.work)
-            return partial(
-                _with_tile, tile, triton_decode.decode_attention, qkv, *self.kv, 0, trial.heads, *columns, *how, in_order
-            )
-        zeros = torch.zeros_like(self.rows)
-        firsts = torch.arange(0, self.num_tokens, tile.tokens, dtype=torch.int32)  # as columns.extend_step has it
-        firsts = firsts.flip(0).to(self.device)
-        columns = (self.table, self.rows, torch.zeros_like(firsts), firsts, tile.tokens, zeros, self.contexts, self.contexts, 0)
-        return partial(_with_tile, tile, triton_extend.extend_attention, qkv, *self.kv, 0, trial.heads, *columns, *how)
+            columns: tuple[Any, ...] = (self.table, self.numbers, self.work, *how, entry.INTERPRETED, out, in_order)
+            return partial(_with_tile, tile, triton_decode.decode_attention, qkv, *self.kv, 0, trial.heads, *columns)
+        new = [row.num_new for row in self._rows]
+        of_rows = enumerate(zip(new, self._rows, strict=True))
+        cut = [(row, at, of.context - num + at) for row, (num, of) in of_rows if num > 1 for at in range(0, num, tile.tokens)]
+        cut.sort(key=itemgetter(2), reverse=True)  # as columns.extend_step has it
+        tile_rows, firsts = self._column([row for row, *_ in cut]), self._column([at for _, at, _ in cut])
+        starts = self._column([sum(new[:row]) for row in range(len(new))])
+        query_tiles = QueryTiles(tile_rows, firsts, tile.tokens, starts, self._column(new))
+        columns = (self.table, self.numbers, query_tiles, self.contexts, 0, *how, out)
+        return partial(_with_tile, tile, entry.extend_attention, qkv, *self.kv, 0, trial.heads, *columns)
 
 
 def launching(trial: Trial, device: torch.device | str, num_cores: int, compared: Sequence[Tile]) -> dict[Tile, Callable[[], None]]:
@@ -167,7 +200,8 @@ def launching(trial: Trial, device: torch.device | str, num_cores: int, compared
     num_rows = _num_rows(trial)
     num_positions = PROMPT_TOKENS if trial.kernel == EXTEND_KERNEL else num_blocks // num_rows * trial.block_tokens
     num_pieces = max(1, num_cores * PIECES_PER_CORE // trial.kv_heads)
-    inputs = _Inputs(trial, device, [num_positions] * num_rows, num_blocks, num_pieces)
+    row = _Row(num_positions, num_positions if trial.kernel == EXTEND_KERNEL else 1)
+    inputs = _Inputs(trial, device, [row] * num_rows, num_blocks, num_pieces)
     qkv, out = inputs.qkv(), inputs.out()
     return {tile: inputs.call(tile, qkv, out) for tile in compared}
 
@@ -186,13 +220,12 @@ class Comparison:
 
     def __init__(self, trial: Trial, device: torch.device | str, num_cores: int, tile: Tile) -> None:
         self._trial, self._tile = trial, tile
-        pieces = _compared_pieces(trial, num_cores)
-        contexts = [PROMPT_TOKENS]
+        pieces, rows, num_padding = _compared_pieces(trial, num_cores), _compared_prompts(), NUM_PADDING
         if trial.kernel == DECODE_KERNEL:
-            split = triton_decode.SPLIT_TOKENS
-            contexts = [max(0, number * split - RAGGED[at % len(RAGGED)]) for at, number in enumerate(pieces)]
+            split, num_padding = triton_decode.SPLIT_TOKENS, 0
+            rows = [_Row(max(0, number * split - RAGGED[at % len(RAGGED)])) for at, number in enumerate(pieces)]
         num_blocks = COMPARED_BLOCKS_BYTES // _blocks(trial)[1] | 1  # odd, so that pieces begin everywhere before any is alike
-        inputs = _Inputs(trial, device, contexts, num_blocks, sum(pieces))  # a piece has SPLIT_TOKENS positions then
+        inputs = _Inputs(trial, device, rows, num_blocks, sum(pieces), num_padding)  # a piece has SPLIT_TOKENS positions then
         drawn = torch.randn(NUM_DRAWN, generator=torch.Generator().manual_seed(1)).to(device)
         _fill(inputs.kv, drawn)
         both = [_over_and_over(drawn.flip(0).roll(by), inputs.qkv()) for by in range(2)]
@@ -222,6 +255,13 @@ class Comparison:
         one, other = (x.float().unflatten(1, (self._trial.heads, -1)) for x in (found, wanted))
         allowed = MOST_ROUNDINGS * torch.finfo(found.dtype).eps * other.abs().amax(-1, keepdim=True)
         return ((one - other).abs() <= allowed).all()
+
+
+def _compared_prompts() -> list[_Row]:
+    """Returns the rows of a comparison of prompts: one that decodes, which the kernel for prompts leaves out; pieces of prompts, of
+    two tokens to many; a whole prompt; and a row that is padding."""
+    most = PROMPT_TOKENS
+    return [_Row(most // 2), _Row(most - 3, 2), _Row(most - 1, most // 3), _Row(most, most), _Row(0, 0)]
 
 
 def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from engine.protocol import SamplingParams
 from engine.sampling.sampler import sampling_rows
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.cuda_bench import INTERPRETED, OTHER, PROMPT, load_cuda_model
+from tests.engine.flash_stand_in import flash_chosen
 from tests.engine.model_bench import BLOCK_TOKENS, CASES, MAX_LEN, make_checkpoint, make_table, plan, put
 from tests.engine.stand_in_graphs import StandInGraph, remember_steps, stand_in_graphs
 
@@ -103,9 +104,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("seed", "kv_cache_dtype"), [(0, ""), (1, ""), (2, "fp8")])
-def test_a_padded_step_computes_what_the_plain_one_does(folder: Path, seed: int, kv_cache_dtype: str) -> None:
-    """Logits, sampled tokens and KV are the same, with rubbish in the padding and NaN wherever nothing was written."""
+@pytest.mark.parametrize(
+    ("seed", "kv_cache_dtype", "has_flash"), [(0, "", False), (1, "", False), (2, "fp8", False), (3, "", True), (5, "", True)]
+)
+def test_a_padded_step_computes_what_the_plain_one_does(folder: Path, seed: int, kv_cache_dtype: str, has_flash: bool) -> None:
+    """Logits, sampled tokens and KV are the same, with rubbish in the padding and NaN wherever nothing was written; also if
+    FlashAttention computes the prompts of the padded step in the layer without a window."""
     model = load_cuda_model(folder, kv_cache_dtype=kv_cache_dtype)
     generator, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
     size, table = SIZES[seed % len(SIZES)], make_table(NUM_SLOTS, groups=model.kv_groups)
@@ -135,8 +139,11 @@ def test_a_padded_step_computes_what_the_plain_one_does(folder: Path, seed: int,
         kv, ids = arena.clone(), last_ids.clone()
         arena.copy_(before)
         last_ids.copy_(ids_before)
-        with unwritten_memory_is_nan():
+        with ExitStack() as inside:
+            inside.enter_context(unwritten_memory_is_nan())
+            flash = inside.enter_context(flash_chosen(memory[0].kv.shape[5], torch.float32)) if has_flash else None
             padded = model.compute_mixed(model._staging.send(columns))
+        assert flash is None or flash.num_calls == 1
         logits, wanted = (model._loaded().logits(outputs.hidden[:num_sampling]) for outputs in (padded, plain))
     assert wanted.isfinite().all()
     torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-4)

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.cuda.kernels.tiles import DECODE_KERNEL
+from engine.cuda.kernels import flash_attention
+from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL
 from engine.cuda.tile_choice import JOINED_TURNS, compared_on
 from engine.cuda.tile_trials import Trial
 from loader.shapes.kv_dtypes import FP8_CAPABILITY
@@ -63,3 +64,15 @@ def test_the_form_that_joins_pieces_has_the_same_bits(heads: int, kv_heads: int,
     assert {tile: [compare(trial, tile) for _ in range(JOINED_TURNS)] for tile in joining} == dict.fromkeys(
         joining, [True] * JOINED_TURNS
     )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 1, 128), (32, 8, 64), (8, 4, 256)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_flash_attention_has_the_kernels_results(dtype: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """In the comparison by which an engine decides whether it may choose FlashAttention for prompts on this GPU."""
+    device, (major, minor) = torch.device("cuda"), torch.cuda.get_device_capability()
+    if not flash_attention.version(10 * major + minor):
+        pytest.skip("flash_attn_3 is not installed, or has no kernels for this GPU")
+    compare = compared_on(device, torch.cuda.get_device_properties(device).multi_processor_count)
+    trial = Trial(EXTEND_KERNEL, heads, kv_heads, head_dim, dtype, dtype, 16, tries_flash=True)
+    assert compare(trial, trial.entry.tile._replace(flash=True)) is True

@@ -16,8 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.cuda.batch import DeviceBatch
+from engine.cuda.batch import DeviceBatch, QueryTiles
 from engine.cuda.kernels import (
+    flash_attention,
     linear_choice,
     tiles,
     triton_adapters,
@@ -247,28 +248,68 @@ def attention(
             qkv, *kv, place, heads, group.block_table, batch.slots, group.work, scale, softcap, sinks, INTERPRETED, out
         )
     if batch.tiles is not None:
-        tiles = batch.tiles
-        triton_extend.extend_attention(
+        extend_attention(
             qkv,
             *kv,
             place,
             heads,
             group.block_table,
             batch.slots,
-            tiles.rows,
-            tiles.firsts,
-            tiles.tokens,
-            tiles.starts,
-            tiles.num_new,
+            batch.tiles,
             batch.contexts,
             group.reach,
             scale,
             softcap,
             sinks,
-            INTERPRETED,
             out,
         )
     return out
+
+
+def extend_attention(
+    qkv: Tensor,
+    kv: Tensor,
+    scales: Tensor | None,
+    layer: int,
+    heads: int,
+    block_table: Tensor,
+    table_rows: Tensor,
+    query_tiles: QueryTiles,
+    contexts: Tensor,
+    reach: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Computes the attention of a step's rows with several new tokens, as triton_extend.extend_attention does, which has the same
+    arguments, or with FlashAttention, if that is chosen and takes such attention."""
+    head_dim = kv.shape[5]
+    tile = tiles.extend_tile(head_dim, qkv.element_size(), scales is not None)
+    if tile.flash and flash_attention.takes(head_dim, reach, softcap, sinks):
+        flash_attention.extend_attention(qkv, kv, layer, heads, block_table, table_rows, query_tiles, contexts, scale, out)
+        return
+    triton_extend.extend_attention(
+        qkv,
+        kv,
+        scales,
+        layer,
+        heads,
+        block_table,
+        table_rows,
+        query_tiles.rows,
+        query_tiles.firsts,
+        query_tiles.tokens,
+        query_tiles.starts,
+        query_tiles.num_new,
+        contexts,
+        reach,
+        scale,
+        softcap,
+        sinks,
+        INTERPRETED,
+        out,
+    )
 
 
 def rope_and_store_latents(
