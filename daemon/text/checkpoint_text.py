@@ -44,28 +44,33 @@ class CheckpointText:
         contents = read_tokenizer_file(self._read(file, MAX_TOKENIZER_BYTES), str(file))
         return build_table(contents, str(file), lambda ids: self.tokenizer().decode(ids))
 
-    def encode(self, texts: list[str], add_special_tokens: bool, keep_last: int = 0, suffix: str = "") -> list[list[int]]:
+    def encode(
+        self, texts: list[str], add_special_tokens: bool, keep_last: int = 0, suffix: str = "", keep_first: int = 0
+    ) -> list[list[int]]:
         """Returns the token ids of each text. keep_last: the number of tokens to keep at each text's end, special tokens included;
-        0: all. suffix: for filling in the middle, the text after the gap; "": none. Raises BadRequest if keep_last leaves no room
-        for the text's own tokens, or the tokenizer cannot mark a gap."""
+        keep_first: the same for its beginning; 0: all. suffix: for filling in the middle, the text after the gap; "": none. Raises
+        BadRequest if keep_last leaves no room for the text's own tokens, or the tokenizer cannot mark a gap."""
         tokenizer = self.tokenizer()
         if suffix:
             first = tokenizer.encode("").ids if add_special_tokens else []
             return [first + ids for ids in fill_in_middle(tokenizer, self._name, texts, suffix)]
         if keep_last:
-            return self._encode_ends(texts, add_special_tokens, keep_last)
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+            return self._encode_cut(texts, add_special_tokens, keep_last, "left")
+        found = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        for at, ids in enumerate(found):
+            if keep_first and len(ids) > keep_first:
+                (found[at],) = self._encode_cut([texts[at]], add_special_tokens, keep_first, "right")
+        return found
 
-    def _encode_ends(self, texts: list[str], add_special_tokens: bool, keep_last: int) -> list[list[int]]:
+    def _encode_cut(self, texts: list[str], add_special_tokens: bool, keep: int, side: str) -> list[list[int]]:
         tokenizer = self.tokenizer()
         num_special = tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
-        if keep_last <= num_special:
-            message = f"truncate_prompt_tokens: {keep_last} leave no room beside the {num_special} special tokens of {self._name}"
+        if keep <= num_special:
+            message = f"truncate_prompt_tokens: {keep} leave no room beside the {num_special} special tokens of {self._name}"
             raise BadRequest("invalid_request", message, param="truncate_prompt_tokens")
         found = []
         for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-            encoding.truncate(keep_last - num_special, direction="left")
+            encoding.truncate(keep - num_special, direction=side)
             found.append(tokenizer.post_process(encoding, None, add_special_tokens).ids)
         return found
 

@@ -25,7 +25,7 @@ class Encode(Message, frozen=True):
 
     texts: a list of strings, as msgpack. max_tokens: a text that is certain to have more tokens is refused before it is encoded,
     with an error that names `field`; 0: any length. keep_last: the number of tokens to keep at the end; 0: all. suffix: the text
-    after the gap that is to be filled in; "": none."""
+    after the gap that is to be filled in; "": none. keep_first: the number of tokens to keep at the beginning; 0: all."""
 
     job_id: int
     texts: bytes
@@ -34,6 +34,7 @@ class Encode(Message, frozen=True):
     field: str = "prompt"
     keep_last: int = 0
     suffix: str = ""
+    keep_first: int = 0
 
 
 class EncodePairs(Message, frozen=True):

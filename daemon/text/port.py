@@ -28,13 +28,15 @@ class TextPort(Protocol):
         field: str = "prompt",
         keep_last: int = 0,
         suffix: str = "",
+        keep_first: int = 0,
     ) -> Awaitable[list[array[int]]]:
         """Returns the token ids of each prompt as one array.
 
         `text`: one prompt, or a list of prompts packed as msgpack. `field`: the request's field, named in errors. `keep_last`: how
         many tokens at each prompt's end are kept, special tokens included; 0 keeps all. `suffix`: the text after the gap that the
-        model fills. Raises HearthError context_length_exceeded (400) if a text is certain to be too long even without encoding it.
-        Other texts may also turn out too long, which the caller has to check."""
+        model fills. `keep_first`: how many tokens at each prompt's beginning are kept, likewise. Raises HearthError
+        context_length_exceeded (400) if a text is certain to be too long even without encoding it. Other texts may also turn out
+        too long, which the caller has to check."""
         ...
 
     def encode_pairs(

@@ -78,13 +78,14 @@ class TenantText:
         field: str = "prompt",
         keep_last: int = 0,
         suffix: str = "",
+        keep_first: int = 0,
     ) -> list[array[int]]:
         texts = msgspec.msgpack.encode([text]) if isinstance(text, str) else text
-        limit = 0 if keep_last else model.max_model_len
+        limit = 0 if keep_last or keep_first else model.max_model_len
         parts = await self._work.run(
             self._share,
             where(model),
-            lambda job_id: Encode(job_id, texts, add_special_tokens, limit, field, keep_last, suffix),
+            lambda job_id: Encode(job_id, texts, add_special_tokens, limit, field, keep_last, suffix, keep_first),
             field,
         )
         return [_unpacked(part) for part in parts]

@@ -118,10 +118,10 @@ class TextWorker:
         if isinstance(job, EncodePairs):
             firsts, seconds = msgspec.msgpack.decode(job.texts, type=tuple[list[str], list[str]])
             return self._in_turn(job, sum(map(len, firsts + seconds)), lambda: paired(text, firsts, seconds, job))
-        suffix, keep_last = "", 0
+        suffix, keep_last, keep_first = "", 0, 0
         if isinstance(job, Encode):
             texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
-            suffix, keep_last = job.suffix, job.keep_last
+            suffix, keep_last, keep_first = job.suffix, job.keep_last, job.keep_first
         elif isinstance(job, EncodeChat):
             # without special tokens, because the template has written them
             texts, special = [rendered(text, job.messages, msgspec.msgpack.decode(job.options))], False
@@ -136,7 +136,7 @@ class TextWorker:
         def encoded() -> list[bytes]:
             if not isinstance(job, Tokenize) and job.max_tokens:
                 check_length(text, texts, job.field if isinstance(job, Encode) else "messages", job.max_tokens)
-            batch = text.encode(texts, special, keep_last, suffix)
+            batch = text.encode(texts, special, keep_last, suffix, keep_first)
             if isinstance(job, Tokenize):
                 return tokenized(tokenizer, batch[0], bool(options["token_strings"]))
             return [array("i", ids).tobytes() for ids in batch]

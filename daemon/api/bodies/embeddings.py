@@ -34,6 +34,7 @@ class EmbeddingsHead(Struct, array_like=True):
     priority: int | None  # None: the tenant's priority
     keep_last: int = 0  # truncate_prompt_tokens; 0: all
     keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: no change
+    cut_ends: bool = False  # whether texts that are too long for the model are cut at their end
 
 
 MEANINGS = {

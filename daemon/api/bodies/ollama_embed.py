@@ -26,7 +26,7 @@ class OllamaEmbedBody(Struct):
 MEANINGS = {
     "input": "a text, or a list of texts",
     "model": "name or alias, with or without `:latest`; below `/m/MODEL` it may be left out",
-    "truncate": "read; a text that is too long is refused either way, never cut",
+    "truncate": "default true: a text that is too long for the model is cut at its end; false: it is refused",
     "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
     "options": "read and not used",
     "keep_alive": ollama.MEANINGS["keep_alive"],
@@ -55,9 +55,9 @@ def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
     kind, texts, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":
         raise invalid("input", "input must be a string or a list of strings")
-    return EmbeddingsHead(
-        fields.model, kind, False, fields.dimensions, None, keep_alive_s=ollama.keep_alive_s(fields.keep_alive)
-    ), texts
+    head = EmbeddingsHead(fields.model, kind, False, fields.dimensions, None, cut_ends=fields.truncate is not False)
+    head.keep_alive_s = ollama.keep_alive_s(fields.keep_alive)
+    return head, texts
 
 
 def parse_embeddings(body: bytes) -> tuple[EmbeddingsHead, bytes]:

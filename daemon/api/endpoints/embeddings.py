@@ -72,7 +72,8 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
     if head.kind == "ids":
         texts = [array("i", ids)[-keep:] for ids in _packed_ids.decode(packed)]
     else:
-        texts = await context.text.encode(model, packed, True, "input", keep)
+        most = model.max_model_len if head.cut_ends else 0
+        texts = await context.text.encode(model, packed, True, "input", keep, keep_first=most)
     _check(texts, model)
     num_tokens, priority = sum(map(len, texts)), context.sender.priority(head.priority)
     context.sender.charge(num_tokens, "input")

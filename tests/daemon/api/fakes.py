@@ -107,9 +107,11 @@ class FakeText:
         field: str = "prompt",
         keep_last: int = 0,
         suffix: str = "",
+        keep_first: int = 0,
     ) -> list[array[int]]:
         self.encoded_for.append(self.share)
-        return [array("i", list(each.encode()))[-keep_last:] for each in msgspec.msgpack.decode(text, type=list[str])]
+        texts = [array("i", list(each.encode())) for each in msgspec.msgpack.decode(text, type=list[str])]
+        return [ids[-keep_last:][: keep_first or None] for ids in texts]
 
     async def encode_pairs(
         self, model: ModelEntry, texts: bytes, fields: tuple[str, str], keep: int = 0, keep_second: int = 0

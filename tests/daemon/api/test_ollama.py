@@ -408,7 +408,10 @@ async def test_bodies_of_embeddings_are_read() -> None:
         assert told.embeddings == [[pytest.approx(2**-0.5)] * 2] * 2
         assert told.prompt_eval_count == 5
         with pytest.raises(ollama.ResponseError, match=r"input\[1\] has 9 tokens, 1 more than"):
-            await opened.embed("enc", ["a", "a" * 9])
+            await opened.embed("enc", ["a", "a" * 9], truncate=False)
+        for truncate in (None, True):  # Ollama's default is true
+            assert (await opened.embed("enc", ["a", "b" * 9], truncate=truncate)).prompt_eval_count == 1 + 8
+            assert node.requests.submitted[-1].prompt == list(b"b" * 8)
         with pytest.raises(ollama.ResponseError, match="dimensions: 3 was asked for"):
             await opened.embed("enc", "a", dimensions=3)
         with pytest.raises(ollama.ResponseError, match="it has no embeddings"):

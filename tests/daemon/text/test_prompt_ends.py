@@ -41,6 +41,16 @@ def test_the_end_of_a_text_is_kept_beside_special_tokens(tmp_path: Path) -> None
         text.encode([long], True, keep_last=2)
 
 
+def test_the_beginning_of_a_text_is_kept_beside_special_tokens(tmp_path: Path) -> None:
+    tokenizer = with_specials(byte_level())
+    text = text_of(tmp_path, tokenizer)
+    long, short = "The quick brown fox jumps over the lazy dog", "fox"
+    plain = [tokenizer.encode(each, add_special_tokens=False).ids for each in (long, short)]
+    start, end = (tokenizer.token_to_id(each) for each in ("<|start|>", "<|end|>"))
+    assert text.encode([long, short], True, keep_first=6) == [[start, *ids[:4], end] for ids in plain]
+    assert text.encode([long, short], False, keep_first=4) == [ids[:4] for ids in plain]
+
+
 def chat(text: CheckpointText, last: str, **options: object) -> str:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": last}]
     return rendered(text, msgspec.msgpack.encode(messages), options)
