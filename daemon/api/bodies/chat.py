@@ -24,7 +24,7 @@ from daemon.api.bodies.tools import AUTO, tool_request
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 from daemon.text.reasoning import MARKERS
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
 
 
@@ -40,6 +40,7 @@ class ChatBody(Common, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     suffix: Annotated[Raw, neutral('""')] = Raw()
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Raw = Raw()
@@ -56,7 +57,8 @@ MEANINGS = {
     "messages": "role and content (text, or text parts), tool calls and their results, refusals of the assistant",
     "add_generation_prompt": "as the template has it; default true",
     "continue_final_message": "the reply continues the last message, the assistant's, and holds the continuation only",
-    "reasoning_effort": "given to the template; `none` turns `enable_thinking` off, too",
+    "reasoning_effort": "given to the template (max as xhigh); `none` turns `enable_thinking` off, too",
+    "verbosity": "given to the template",
     "chat_template_kwargs": "given to the template",
     "documents": "given to the template",
     "logprobs": "log-probabilities of the tokens; of a completion with that many alternatives",
@@ -128,15 +130,17 @@ def _logprobs(fields: ChatBody) -> int:
 
 
 def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
-    """Returns the variables that the request sets for the chat template: reasoning_effort, and chat_template_kwargs, which may
-    override it. The effort "none" also sets enable_thinking, a variable of Qwen's and GLM's templates, to false."""
+    """Returns the variables that the request sets for the chat template: reasoning_effort, verbosity, and chat_template_kwargs,
+    which may override them. The effort "none" also sets enable_thinking, a variable of Qwen's and GLM's templates, to false."""
     kwargs: dict[str, Any] = {}
     if fields.reasoning_effort is not None:
         if fields.reasoning_effort not in REASONING_EFFORTS:
             raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}")
-        kwargs["reasoning_effort"] = fields.reasoning_effort
+        kwargs["reasoning_effort"] = "xhigh" if fields.reasoning_effort == "max" else fields.reasoning_effort
         if fields.reasoning_effort == "none":
             kwargs["enable_thinking"] = False
+    if fields.verbosity is not None:
+        kwargs["verbosity"] = fields.verbosity
     return kwargs | (fields.chat_template_kwargs or {})
 
 

@@ -159,7 +159,7 @@ def _chat(fields: TokenCountBody) -> chat.ChatBody:
         model=fields.model,
         messages=messages,
         continue_final_message=last.role == "assistant" or None,
-        reasoning_effort="xhigh" if config.effort == "max" else config.effort,
+        reasoning_effort=config.effort,
         chat_template_kwargs=None if thinking == "adaptive" else {"enable_thinking": thinking == "enabled"},
         response_format=Raw() if config.format is None else following(config.format.schema),
         tools=_tools(fields.tools or []),

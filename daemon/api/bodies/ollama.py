@@ -62,7 +62,7 @@ class OllamaBody(Struct, kw_only=True):
     stream: bool | None = None
     options: Options | None = None
     format: Raw = Raw()
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["minimal", "low", "medium", "high", "max"] | None = None
     keep_alive: float | str | None = None
     logprobs: Annotated[Raw, neutral("false")] = Raw()
     top_logprobs: Annotated[Raw, neutral("0")] = Raw()
@@ -73,7 +73,8 @@ MEANINGS = {
     "stream": "default true: a JSON object a line",
     "options": "see below",
     "format": '`"json"`, or a JSON schema that the answer follows',
-    "think": "given to the template: true and false as `enable_thinking`, low, medium and high as `reasoning_effort`, too",
+    "think": "given to the template: true and false as `enable_thinking`, minimal, low, medium, high and max as "
+    "`reasoning_effort`, too",
     "keep_alive": "how long the model may stay in memory afterwards, until a request says otherwise: seconds, `10m`, `1h30m`; "
     "0: it leaves as soon as it is idle; below 0: it stays until others need the room",
 }

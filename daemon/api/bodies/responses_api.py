@@ -213,18 +213,15 @@ def _chat(fields: ResponsesBody, messages: list[Message], tools: list[Tool]) -> 
         messages=messages,
         max_tokens=fields.max_output_tokens,
         stream=fields.stream,
-        reasoning_effort="xhigh" if reasoning.effort == "max" else reasoning.effort,
-        chat_template_kwargs=_template_variables(fields.chat_template_kwargs, text.verbosity),
+        reasoning_effort=reasoning.effort,
+        verbosity=text.verbosity,
+        chat_template_kwargs=fields.chat_template_kwargs,
         response_format=_response_format(text.format),
         tools=Raw(_json([_function(tool) for tool in offered])) if offered else Raw(),
         tool_choice=choice if offered else Raw(),
         parallel_tool_calls=fields.parallel_tool_calls,
         **{name: getattr(fields, name) for name in Sampling.__annotations__},
     )
-
-
-def _template_variables(given: dict[str, Any] | None, verbosity: str | None) -> dict[str, Any] | None:
-    return given if verbosity is None else {"verbosity": verbosity, **(given or {})}
 
 
 def _functions(tools: list[Tool]) -> tuple[list[Tool], dict[str, tuple[str, str]]]:

@@ -120,6 +120,7 @@ PROMPT_FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"cache_salt": value}, "cache_salt") for path in (CHAT, TEXT) for value in ("", 1, "x" * 257, {})],
     *[(path, {"truncate_prompt_tokens": value}, "truncate_prompt_tokens") for path in (CHAT, TEXT) for value in (0, -2, "1", 1.5, 4097)],
     *[(CHAT, {"reasoning_effort": value}, "reasoning_effort") for value in ("zzz", "", 1, "HIGH")],
+    *[(CHAT, {"verbosity": value}, "verbosity") for value in ("zzz", "", 1)],
     (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, {"continue_final_message": "yes"}, "continue_final_message"),
     *[
@@ -372,7 +373,7 @@ def test_any_json_parses_or_names_what_is_wrong(fields, parse):
         ),
         (embeddings.parse, {"encoding_format": "x"}, "encoding_format must be one of float, base64, not 'x'"),
         (chat.parse, {"tools": [{"type": "x"}]}, "tools[0].type must be function, not 'x'"),
-        (ollama_chat.parse, {"think": "x"}, "think must be one of low, medium, high, or a boolean, not 'x'"),
+        (ollama_chat.parse, {"think": "x"}, "think must be one of minimal, low, medium, high, max, or a boolean, not 'x'"),
         (responses_api.parse, {"tool_choice": "x"}, "tool_choice must be one of none, auto, required, or an object, not 'x'"),
         (responses_api.parse, {"truncation": "auto"}, 'truncation is not supported by this server, only "disabled"'),
         (responses_api.parse, {"metadata": {"a": "b", "c": 5}}, 'metadata["c"]: Expected `string`, got `integer`'),

@@ -64,6 +64,7 @@ def test_settings_of_the_template() -> None:
         (True, {"enable_thinking": True}),
         (False, {"enable_thinking": False}),
         ("low", {"enable_thinking": True, "reasoning_effort": "low"}),
+        ("max", {"enable_thinking": True, "reasoning_effort": "xhigh"}),
     ):
         for head, _ in (read_chat(think=think), read_prompt(think=think)):
             assert msgspec.msgpack.decode(head.options["kwargs"]) == wanted

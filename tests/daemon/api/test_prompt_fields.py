@@ -61,10 +61,13 @@ def chat_options(**fields: object) -> dict[str, Any]:
     return {**head.options, "kwargs": msgspec.msgpack.decode(head.options["kwargs"])}
 
 
-def test_the_template_is_given_the_reasoning_effort() -> None:
+def test_the_template_is_given_reasoning_effort_and_verbosity() -> None:
     assert chat_options()["kwargs"] == {}
     assert chat_options(reasoning_effort="high")["kwargs"] == {"reasoning_effort": "high"}
     assert chat_options(reasoning_effort="none")["kwargs"] == {"reasoning_effort": "none", "enable_thinking": False}
+    assert chat_options(reasoning_effort="max")["kwargs"] == {"reasoning_effort": "xhigh"}
+    assert chat_options(verbosity="low")["kwargs"] == {"verbosity": "low"}
+    assert chat_options(verbosity="low", chat_template_kwargs={"verbosity": "x"})["kwargs"] == {"verbosity": "x"}
     kwargs = {"enable_thinking": True, "reasoning_effort": "max"}
     assert chat_options(reasoning_effort="none", chat_template_kwargs=kwargs)["kwargs"] == kwargs
 
