@@ -647,6 +647,8 @@ def test_the_fields_become_a_chats() -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
         ({"n": 2}, "n"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
