@@ -75,6 +75,7 @@ class TokenCountBody(Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # as output_config.format was called in Anthropic's beta; litellm sends it
     container: Annotated[Raw, neutral()] = Raw()
     mcp_servers: Annotated[Raw, neutral("[]")] = Raw()
     # Claude Code sends the last one: no block of thinking is taken out, as without it
@@ -103,6 +104,7 @@ COUNT_MEANINGS = {
     "tool_choice": "auto, any, tool with a name, or none; `disable_parallel_tool_use`",
     "thinking": "enabled or disabled, given to the template as `enable_thinking`; budget_tokens is not enforced",
     "output_config": "effort, given to the template as `reasoning_effort` (max as xhigh); format: a JSON schema for the answer",
+    "output_format": "the same as `output_config.format`, by its older name",
 }
 MEANINGS = {
     "max_tokens": "where the context leaves less, the answer may end with `model_context_window_exceeded`",
@@ -153,6 +155,7 @@ def _chat(fields: TokenCountBody) -> chat.ChatBody:
     if last.role == "assistant" and last.tool_calls:
         raise invalid("messages", "messages: the last one calls a tool, and its result is missing")
     config = fields.output_config or OutputConfig()
+    wanted = config.format or fields.output_format
     thinking = fields.thinking.type if fields.thinking is not None else "adaptive"
     choice = fields.tool_choice or ToolChoice("auto")
     return chat.ChatBody(
@@ -161,7 +164,7 @@ def _chat(fields: TokenCountBody) -> chat.ChatBody:
         continue_final_message=last.role == "assistant" or None,
         reasoning_effort=config.effort,
         chat_template_kwargs=None if thinking == "adaptive" else {"enable_thinking": thinking == "enabled"},
-        response_format=Raw() if config.format is None else following(config.format.schema),
+        response_format=Raw() if wanted is None else following(wanted.schema),
         tools=_tools(fields.tools or []),
         tool_choice=_tool_choice(choice, fields.tools or []),
         parallel_tool_calls=not choice.disable_parallel_tool_use,

@@ -269,7 +269,9 @@ def test_the_fields_become_a_chats() -> None:
     assert msgspec.msgpack.decode(head.options["kwargs"]) == {"reasoning_effort": "xhigh", "enable_thinking": True}
     assert read(tools=TOOLS, tool_choice={"type": "tool", "name": "stop"})[0].tools.name == "stop"
     assert read(tools=TOOLS, tool_choice={"type": "none"})[0].tools is None
-    assert read(output_config={"format": {"type": "json_schema", "schema": schema}})[0].grammar == 'json_schema:{"type": "object"}'
+    wanted = {"type": "json_schema", "schema": schema}
+    for given in ({"output_config": {"format": wanted}}, {"output_format": wanted}):
+        assert read(**given)[0].grammar == 'json_schema:{"type": "object"}'
     assert (
         read(messages=[*GOOD["messages"], {"role": "assistant", "content": "So"}])[0].options["continue_final_message"] == "answer"
     )
