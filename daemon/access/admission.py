@@ -114,16 +114,16 @@ class Access:
     def _keys_in(self, request: web.Request) -> list[str]:
         """Returns the distinct keys in the request's headers, that of the Authorization header first. Raises NotAllowed for a Basic
         password sent by another site's page."""
-        keys = [self._authorization(request)]
+        keys = [self._authorization(request, value) for value in request.headers.getall("Authorization", ())]
         for name in KEY_HEADERS:
             if name in request.headers:
                 keys += (value.strip() for value in request.headers.getall(name))
         return [key for key in dict.fromkeys(keys) if key]
 
-    def _authorization(self, request: web.Request) -> str:
-        """Returns the key in the Authorization header, or "" if there is none. Raises NotAllowed for a Basic password sent by
-        another site's page."""
-        scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    def _authorization(self, request: web.Request, header: str) -> str:
+        """Returns the key in an Authorization header, or "" if there is none. Raises NotAllowed for a Basic password sent by
+        another site's page. header: the header's value."""
+        scheme, _, value = header.partition(" ")
         if scheme.lower() == "bearer":
             return value.strip()
         if scheme.lower() != "basic" or request.method not in ("GET", "HEAD"):

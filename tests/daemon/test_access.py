@@ -106,12 +106,13 @@ async def test_keys_that_disagree_are_refused(tmp_path: Path) -> None:
                     error = (await answer.json())["error"]
                     assert error["code"] == "invalid_api_key"
                     assert "different API keys" in error["message"]
-        twice = [("x-api-key", "key-of-all"), ("x-api-key", "key-of-some")]
-        async with http.get("/v1/models", headers=twice) as answer:
-            assert answer.status == 401
+        for name, start in (("x-api-key", ""), ("Authorization", "Bearer ")):
+            twice = [(name, f"{start}key-of-all"), (name, f"{start}key-of-some")]
+            async with http.get("/v1/models", headers=twice) as answer:
+                assert answer.status == 401
         async with http.get("/healthz", headers=bearer("key-of-all") | {"api-key": "key-of-some"}) as answer:
             assert (answer.status, await answer.json()) == (200, {"status": "ok"}), "as a stranger"
-    assert counted == 6 * ["wrong_key"]
+    assert counted == 7 * ["wrong_key"]
 
 
 async def test_the_error_is_openais(tmp_path: Path) -> None:
