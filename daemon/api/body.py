@@ -10,15 +10,16 @@ from aiohttp import web
 from daemon.errors import BadRequest
 
 _JSON_TYPES = ("application/json", "text/json")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' PowerShell 5 begins each UTF-8 file with one
 
 
 async def read_body(
     request: web.Request, max_bytes: int, timeout_s: float, more_types: Sequence[str] = (), read: bytearray | None = None
 ) -> bytes:
-    """Returns the bytes of a request's body. more_types: values of Content-Type that are accepted besides those of JSON. read: a
-    buffer to which the bytes of a body that arrives in pieces are appended, so that the caller sees them before all are there.
-    Raises BadRequest: 408 if the body has not arrived after timeout_s seconds, 413 if it is longer than max_bytes, 415 for an
-    unsupported type, charset or compression, 400 if it is empty or breaks off."""
+    """Returns the bytes of a request's body, without a byte order mark. more_types: values of Content-Type that are accepted
+    besides those of JSON. read: a buffer to which the bytes of a body that arrives in pieces are appended, so that the caller sees
+    them before all are there. Raises BadRequest: 408 if the body has not arrived after timeout_s seconds, 413 if it is longer than
+    max_bytes, 415 for an unsupported type, charset or compression, 400 if it is empty or breaks off."""
     told_type = request.headers.get("Content-Type")
     if told_type is not None and told_type != "application/json":  # a missing one is accepted
         _check_type(request.content_type, told_type, more_types)
@@ -43,7 +44,7 @@ async def read_body(
         raise BadRequest("invalid_body", f"the request body could not be read: {error}") from None
     if not body:
         raise BadRequest("invalid_json", "the request has no body")
-    return body
+    return body.removeprefix(_BYTE_ORDER_MARK)
 
 
 def _check_type(content_type: str, header: str, more_types: Sequence[str]) -> None:

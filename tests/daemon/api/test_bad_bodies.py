@@ -279,6 +279,13 @@ async def test_whole_numbers_may_be_written_with_a_fraction_or_an_exponent(node,
         assert (await answer.json())["prompt"] == "Hi"
 
 
+async def test_a_byte_order_mark_is_passed_over(http):
+    for path, good in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):
+        data = b"\xef\xbb\xbf" + json.dumps(good).encode()
+        async with http.post(path, data=data, headers={"Content-Type": "application/json"}) as answer:
+            assert answer.status == 200, await answer.text()
+
+
 async def test_other_fractions_are_no_integers(http):
     for value in (b"5.5", b"5.0001", b"1e400", b"1e30", b"5e-1"):
         body = b'{"model": "tiny", "prompt": "x", "max_tokens": %b}' % value
