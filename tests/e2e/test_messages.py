@@ -76,6 +76,19 @@ def test_an_answer_follows_a_schema(client: anthropic.Anthropic, stream: bool) -
     assert isinstance(json.loads(told.content[0].text)["sure"], bool)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_an_answer_a_prompt_is_cached(client: anthropic.Anthropic, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "messages": [{"role": "user", "content": f"{stream}: " + "words " * 50}],
+        "tools": [WEATHER],
+        "tool_choice": {"type": "any"},
+    }
+    told = ask(client, stream, max_tokens=0, **asked)
+    assert (told.stop_reason, told.usage.output_tokens) == ("max_tokens", 0)
+    assert not any(block.type != "text" or block.text for block in told.content)
+    assert ask(client, stream, **asked).usage.cache_read_input_tokens > 200
+
+
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         ask(client, False, model="nobody")

@@ -85,7 +85,7 @@ class TokenCountBody(Struct, kw_only=True):
 
 
 class MessagesBody(TokenCountBody, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -107,7 +107,8 @@ COUNT_MEANINGS = {
     "output_format": "the same as `output_config.format`, by its older name",
 }
 MEANINGS = {
-    "max_tokens": "where the context leaves less, the answer may end with `model_context_window_exceeded`",
+    "max_tokens": "where the context leaves less, the answer may end with `model_context_window_exceeded`; 0: only the "
+    "prompt is computed, so that later requests find it in the prefix cache",
     "stop_sequences": "up to 16 strings; the text ends before them",
     "stream": "server-sent events, as Anthropic has them",
     "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
@@ -127,10 +128,12 @@ def parse(body: bytes) -> tuple[Head, bytes]:
     fields: MessagesBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     as_chat = _chat(fields)
-    as_chat.max_tokens, as_chat.stream = fields.max_tokens, fields.stream
+    as_chat.stream = fields.stream
     as_chat.temperature, as_chat.top_p, as_chat.top_k = fields.temperature, fields.top_p, fields.top_k
     as_chat.stop = checked_stops(fields.stop_sequences or [], "stop_sequences")
-    return chat.head_of_chat(as_chat)
+    head, messages = chat.head_of_chat(as_chat)
+    head.max_tokens = fields.max_tokens  # set here, because a chat may not have 0
+    return head, messages
 
 
 def parse_count(body: bytes) -> tuple[Head, bytes]:

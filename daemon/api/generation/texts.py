@@ -39,7 +39,7 @@ def texts_of(
     gpt-oss)."""
     end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
     outputs = head.outputs
-    if outputs.logprobs < 0 and not outputs.echo:
+    if outputs.logprobs < 0 and not outputs.echo and head.max_tokens != 0:
         return [Text(table, end_ids, head.stop, head.min_tokens, _headers(harmony_marks)) for _ in generations]
     texts: list[Text] = []
     for at, generation in enumerate(generations):
