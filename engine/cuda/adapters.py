@@ -17,6 +17,7 @@ from engine.cuda.batch import DeviceAdapters
 from engine.cuda.kernels import entry
 from engine.cuda.sequences import Column, Staging, words_of
 from engine.loading.adapter_tables import AdapterTables
+from engine.memory.out_of_memory import lacks_memory
 from loader.adapters.layout import AdapterLayout
 from loader.shapes.model_shape import ModelShape
 from scheduler.batch.plan import IntArray, SequenceTable
@@ -87,9 +88,14 @@ class DeviceAdapterMemory(AdapterTables):
             self._bound_grew()
 
     def clear(self, number: int) -> None:
-        """Removes the adapter with this number from the tables. Steps that were launched before still use the adapter."""
+        """Removes the adapter with this number from the tables. Steps that were launched before still use the adapter. If memory is
+        lacking, the device keeps the entries, which no slot refers to before `set` replaces them."""
         self.empty(number)
-        self._send(number)
+        try:
+            self._send(number)
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
 
     def clear_all(self) -> None:
         """Removes all adapters from the tables."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from engine.contracts.adapters import AdapterMemory, ReadAdapter
 from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.out_of_memory import lacks_memory
 from engine.protocol import AdapterLoaded, AdapterSource, Message
 from engine.serve.identity import adapter_identity, adapter_source
 from engine.serve.served_models import ServedModel, ServedModels
@@ -228,8 +229,8 @@ class AdapterLoads:
             self._give_up(served, key, "adapter_unavailable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
 
     def _place(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str) -> bool:
-        """Copies an adapter that has been read to the device, and queues the requests that waited for it. Returns False if the
-        device has no room for it now."""
+        """Copies an adapter that has been read to the device, and queues the requests that waited for it. They fail if memory is
+        lacking for the copy. Returns False if the device has no room for the adapter now."""
         adapter, memory = read.adapter, self._memory
         assert adapter is not None
         assert memory is not None
@@ -241,10 +242,18 @@ class AdapterLoads:
             return False
         began_s = time.monotonic()
         first_byte = int(placed.chunks[0]) * memory.chunk_bytes
-        memory.copy_in(memory.arena.data_ptr() + first_byte, adapter.data).wait()
-        read.memory.set(placed.number, first_byte, adapter.layout)
         del own.reads[key]
         own.stuck_since_s.pop(key, None)
+        try:
+            memory.copy_in(memory.arena.data_ptr() + first_byte, adapter.data).wait()
+            read.memory.set(placed.number, first_byte, adapter.layout)
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
+            served.scheduler.adapters.retire(key)
+            line = str(error).partition("\n")[0]
+            self._give_up(served, key, "adapter_unavailable", f"no memory to copy it to the device: {line}")
+            return True
         copy_s = time.monotonic() - began_s
         told = "%s: adapter %s: %.1f MiB read in %.1f ms, copied in %.1f ms"
         log.info(told, read.model, read.source.name, num_bytes / 2**20, read.seconds * 1e3, copy_s * 1e3)

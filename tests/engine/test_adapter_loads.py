@@ -35,6 +35,7 @@ class FakeMemory:
     def __init__(self) -> None:
         self.num_bytes: dict[str, int] = {}
         self.error: Exception | None = None
+        self.set_error: Exception | None = None
         self.known: dict[int, int] = {}
 
     def prepare(self) -> None:
@@ -48,9 +49,11 @@ class FakeMemory:
 
     def set(self, number: int, first_byte: int, layout: Any) -> None:
         self.known[number] = first_byte
+        if self.set_error is not None:
+            raise self.set_error
 
     def clear(self, number: int) -> None:
-        del self.known[number]
+        self.known.pop(number, None)
 
 
 class FakeChunks:
@@ -61,8 +64,11 @@ class FakeChunks:
     def __init__(self) -> None:
         self.arena = SimpleNamespace(data_ptr=lambda: 1 << 40)
         self.written: list[int] = []
+        self.error: Exception | None = None
 
     def copy_in(self, address: int, data: Any) -> Any:
+        if self.error is not None:
+            raise self.error
         self.written.append((address - (1 << 40)) // CHUNK_BYTES)
         return SimpleNamespace(wait=lambda: 0)
 
@@ -159,6 +165,46 @@ def test_a_broken_one_fails_its_requests_alone_and_is_read_again_for_the_next(de
     desk.look()
     desk.node.run("m")
     assert 3 not in desk.failed
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_lack_of_memory_for_the_copy_fails_its_requests_alone(desk: Desk, is_set: bool, is_ahead: bool) -> None:
+    chunks = desk.node.models.chunks
+    room = chunks.room_chunks
+    error = RuntimeError("CUDA error: out of memory\nat some call")
+    if is_set:
+        desk.memory.set_error = error
+    else:
+        desk.chunks.error = error
+    if is_ahead:
+        desk.loads.bring(desk.served, source("a"))
+    else:
+        desk.submit(1, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    assert ("adapter_unavailable" in desk.failed[1] and "out of memory" in desk.failed[1]) if not is_ahead else not desk.failed
+    assert not desk.loads.under_way
+    assert not desk.loads.is_wanted(desk.served)
+    assert chunks.room_chunks == room
+    assert not desk.memory.known
+    desk.memory.set_error = desk.chunks.error = None
+    desk.submit(2, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    desk.node.run("m")
+    assert 2 not in desk.failed
+
+
+def test_any_other_error_of_the_copy_ends_the_engine(desk: Desk) -> None:
+    desk.chunks.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    desk.submit(1, "a")
+    desk.look()
+    desk.finish_reads()
+    with pytest.raises(RuntimeError, match="illegal"):
+        desk.look()
 
 
 def test_files_that_do_not_answer_hold_up_their_own_requests_alone(desk: Desk) -> None:
