@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,12 +13,15 @@ from typing import Any
 from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.memory.chunk_memory import ChunkMemory, DeviceCopy
 from engine.memory.host_tier import HostTier
+from engine.memory.out_of_memory import lacks_memory
 from engine.memory.transfers import NUM_THREADS, Piece, Several, TransferCancelled, copies_several, starts_several, transfer
 from engine.memory.weight_arrivals import WeightArrivals
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange
 from loader.packing import checksum
 from loader.threads import Thread
+
+log = logging.getLogger("engine")
 
 
 class WeightCopies:
@@ -69,8 +73,8 @@ class WeightCopies:
     def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
         """Returns a context manager for the read of a model's weights. Its value is a KeptCopy, which copies the weights to
         spec.keep_slots of the host tier and must be notified of the bytes that have arrived; None if spec.keep_slots is empty. If
-        the context ends without an error, the copy is complete and task.kept is set. After the context, nothing writes to the
-        slots. places: the ranges [begin, end) of the weight range, in bytes, that the read fills.
+        the context ends without an error, the copy is complete and task.kept is set, unless memory was lacking for it. After the
+        context, nothing writes to the slots. places: the ranges [begin, end) of the weight range, in bytes, that the read fills.
 
         Raises LoadCancelled if the load is cancelled, and ValueError or IndexError for slots that cannot hold the copy."""
         spec = task.spec
@@ -85,7 +89,14 @@ class WeightCopies:
         try:
             yield kept
             started_s = time.perf_counter()
-            sums = kept.finish()
+            try:
+                sums = kept.finish()
+            except Exception as error:
+                if not lacks_memory(error):
+                    raise
+                line = str(error).partition("\n")[0]
+                log.warning("the weights of %s are not kept in the host tier: %s", spec.model, line)
+                return
         except TransferCancelled:
             raise LoadCancelled(f"copy of {spec.model} to the host tier was cancelled") from None
         finally:

@@ -136,6 +136,35 @@ def test_weights_that_come_once_more_are_kept_as_they_came_last(bench: Bench) ->
     assert bench.task.kept
 
 
+def test_a_copy_that_lacks_memory_is_not_kept_and_fails_no_load(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Checksums of copies from a GPU take page-locked memory."""
+
+    def copy_out(address: int, target: Any) -> EndedCopy:
+        raise RuntimeError("CUDA error: out of memory\nat some call")
+
+    bench.memory.copy_out = copy_out  # type: ignore[method-assign]
+    with bench.copies.keeping(bench.task, bench.weights, [(0, NUM_BYTES)]) as kept:
+        assert kept is not None
+        kept.landed(0, NUM_BYTES)
+    assert (bench.task.kept, bench.task.checksum) == (False, 0)
+    assert caplog.messages == ["the weights of m are not kept in the host tier: CUDA error: out of memory"]
+    assert not keepers()
+
+
+def test_any_other_error_of_a_copy_fails_the_load(bench: Bench) -> None:
+    def copy_out(address: int, target: Any) -> EndedCopy:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def read() -> None:
+        with bench.copies.keeping(bench.task, bench.weights, [(0, NUM_BYTES)]) as kept:
+            assert kept is not None
+            kept.landed(0, NUM_BYTES)
+
+    bench.memory.copy_out = copy_out  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="illegal"):
+        read()
+
+
 @pytest.mark.parametrize("landed", [0, 2 * CHUNK, NUM_BYTES])
 def test_a_read_that_fails_keeps_nothing_and_writes_no_more(bench: Bench, landed: int) -> None:
     def read() -> None:
