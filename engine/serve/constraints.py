@@ -170,9 +170,9 @@ class Constraints:
         self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int], text_id: str = ""
     ) -> list[End]:
         """Takes a constrained request that is not in the batch scheduler yet, and submits it to the scheduler: at once or, if it
-        has a grammar, when its first mask is ready. Returns [] or, if the limits of the request allow no next token, the request's
-        end. output: tokens that the request has already produced, if it is submitted again. text_id: identifies the version of the
-        tokenizer's files (Submit.text_id)."""
+        has a grammar, when its first mask is ready. Returns [] or, if the limits of the request allow no next token or the grammar
+        process cannot be started, the request's end. output: tokens that the request has already produced, if it is submitted
+        again. text_id: identifies the version of the tokenizer's files (Submit.text_id)."""
         name = served.spec.model
         self.concerned.add(name)
         if params.is_limited:
@@ -186,7 +186,11 @@ class Constraints:
         grammars = self._models.get(name)
         if grammars is None:
             num_rows = served.spec.max_sequences
-            port = self._open(served, num_rows, text_id)
+            try:
+                port = self._open(served, num_rows, text_id)
+            except (OSError, MemoryError) as error:
+                self._limits.pop(request.request_id, None)
+                return [End(name, request.request_id, _not_started(error), "internal")]
             grammars = self._models[name] = ModelGrammars(served, port, list(range(num_rows)), self._clock())
         elif not grammars.by_id:
             grammars.since_s = self._clock()
@@ -492,8 +496,8 @@ class Constraints:
     def _restart(self, model: str, grammars: ModelGrammars, suspects: list[Constrained], reason: str) -> list[End]:
         """Starts a model's grammar process again after its death, or in place of one that hangs, and parks the requests until the
         new process has loaded the tokenizer. Returns the ends of the requests that fail: those that have been among the suspects
-        MAX_DEATHS times. suspects: the requests that may have made the process die or hang. reason: why it is started again, for
-        the log."""
+        MAX_DEATHS times, or all if no process can be started. suspects: the requests that may have made the process die or hang.
+        reason: why it is started again, for the log."""
         for each in suspects:
             each.deaths += 1
         hopeless = [each for each in suspects if each.deaths >= MAX_DEATHS]
@@ -505,14 +509,18 @@ class Constraints:
         log.warning("grammar process of %s: %s; it is started again", model, reason)
         self._poller.unregister(grammars.port.fileno())
         grammars.port.close()
-        latest = next(reversed(grammars.by_id.values()))
-        grammars.port, grammars.since_s = self._open(grammars.served, len(grammars.port.masks), latest.text_id), self._clock()
         for each in [each for each in grammars.by_id.values() if each.started]:
             self._settle(grammars, each)
             each.started = False
             grammars.parked.appendleft(each)
             if each.scheduled:
                 grammars.served.scheduler.hold(each.request.request_id, True)
+        latest = next(reversed(grammars.by_id.values()))
+        try:
+            grammars.port, grammars.since_s = self._open(grammars.served, len(grammars.port.masks), latest.text_id), self._clock()
+        except (OSError, MemoryError) as error:
+            ends += self._fail(model, grammars, list(grammars.by_id.values()), _not_started(error), "internal")
+            del self._models[model]  # the next request tries again
         return ends
 
     def _owe(self, grammars: ModelGrammars, each: Constrained, owed: Owed) -> None:
@@ -556,6 +564,10 @@ class Constraints:
         if not port.backlog_bytes:
             self._poller.modify(port.fileno(), select.EPOLLIN)
             self._start_parked(grammars)
+
+
+def _not_started(error: Exception) -> str:
+    return f"the grammar process could not be started: {getattr(error, 'strerror', None) or error}"
 
 
 def _tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:

@@ -33,7 +33,8 @@ class GrammarPort:
     masks [num_rows, rows_each, W] uint32: masks of W words, written by the process. Each request has one row, whose mask n is for
     the token after n drafted tokens (engine/grammar/messages.py, Open). Readable after the process's death.
     locks: page-locks masks until `close`; None: masks are not page-locked.
-    locked: mask 0 of the first rows, MOST_LOCKED at most, page-locked; None: no mask is."""
+    locked: mask 0 of the first rows, MOST_LOCKED at most, page-locked; None: no mask is.
+    Raises OSError or MemoryError if the process cannot be started."""
 
     def __init__(self, vocab_size: int, num_rows: int, rows_each: int = 1, locks: LocksMasks | None = None) -> None:
         num_bytes = num_rows * rows_each * row_bytes(vocab_size)
@@ -104,13 +105,17 @@ def _spawn(masks_fd: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
         fds = (theirs.fileno(), masks_fd)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.grammar", "--channel-fd", str(fds[0]), "--masks-fd", str(fds[1])],
-            cwd="/",
-            env=child_environment(),
-            stdin=subprocess.DEVNULL,
-            pass_fds=fds,
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.grammar", "--channel-fd", str(fds[0]), "--masks-fd", str(fds[1])],
+                cwd="/",
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+            )
+        except BaseException:
+            ours.close()
+            raise
     return ours, process
 
 

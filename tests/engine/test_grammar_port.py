@@ -3,6 +3,7 @@ has the process. Low rows are given out first, so that the masks of a step lie c
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -261,6 +262,62 @@ def test_a_process_that_dies_before_it_has_read_all_is_started_again(constraints
     assert start.grammar == LARGE
 
 
+# ---- processes that cannot be started
+
+
+def refuse(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Lets the system start no process."""
+
+    def popen(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    patch.setattr(grammar_port.subprocess, "Popen", popen)
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
+def test_a_process_that_cannot_be_started_fails_its_request_and_the_next_one_tries_again(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    served = model("m", 2)
+    params = SamplingParams(9, grammar="regex:a", allowed_token_ids=[97])
+    request: Any = SimpleNamespace(request_id=1, constrained=False)
+    why = f"the grammar process could not be started: {os.strerror(number)}"
+    with monkeypatch.context() as patches:
+        refuse(patches, number)
+        assert constraints.submit(served, request, params, []) == [End("m", 1, why, "internal")]
+    assert not constraints._limits
+    assert not constraints.stalled()
+    process = ByHand(monkeypatch)
+    submit(constraints, served, 2, "regex:a")
+    assert [start.grammar for start in open_again(constraints, process)] == ["regex:a"]
+
+
+def test_a_process_that_cannot_be_started_again_fails_all_that_need_it(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three requests one samples, one waits for its first mask and one for a row."""
+    served = model("m", 2)
+    served.scheduler = scheduler = Scheduler()
+    with monkeypatch.context() as patches:
+        process = ByHand(patches)
+        for request_id in (1, 2, 3):
+            submit(constraints, served, request_id, f"regex:{request_id}")
+        first, _ = open_again(constraints, process)
+        process.answer(Ready([first.key], {}))
+        assert constraints.receive() == []
+    constraints.sampled(served, RowMasks([1], np.zeros(1, np.intp), []), StepOutcome([1], [ord("1")]))
+    process.kill()
+    why = "the grammar process could not be started: Too many open files"
+    with monkeypatch.context() as patches:
+        refuse(patches, errno.EMFILE)
+        assert constraints.ready(served) == [End("m", request_id, why, "internal") for request_id in (1, 2, 3)]
+    assert scheduler.aborted == [1, 2, 3]
+    assert constraints.ready(served) == constraints.receive() == constraints.restart_stalled() == []
+    process = ByHand(monkeypatch)
+    submit(constraints, served, 4, "regex:a")
+    assert [start.grammar for start in open_again(constraints, process)] == ["regex:a"]
+
+
 # ---- processes that hang
 
 TWICE = "following this grammar ended or stalled the grammar process twice"
@@ -268,12 +325,12 @@ TWICE = "following this grammar ended or stalled the grammar process twice"
 
 class Scheduler:
     """Stands in for a batch scheduler. submitted: ids of the requests that it was given. held: whether a request was held or let
-    go, in the order of the calls."""
+    go, in the order of the calls. aborted: ids of the requests that were aborted."""
 
     drafts_masked = False
 
     def __init__(self) -> None:
-        self.submitted, self.held = list[int](), list[bool]()
+        self.submitted, self.held, self.aborted = list[int](), list[bool](), list[int]()
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self.submitted
@@ -291,7 +348,7 @@ class Scheduler:
         """Takes no drafts."""
 
     def abort(self, request_id: int) -> None:
-        """Knows nothing about the request afterwards."""
+        self.aborted.append(request_id)
 
 
 def hang(constraints: Constraints, clock: Clock) -> list[End]:
