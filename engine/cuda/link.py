@@ -16,9 +16,11 @@ CLOSE_LIMIT_S = 10.0  # for which `wait_closed` waits at most
 class Link:
     """The base class of a connection from one device's share of a split model to other shares. _alone: whether no data passes
     through the connection at the moment (see `alone`). _thread: the thread that uses the connection until `close`; None: it needs
-    no thread. _fault: the error that ended this thread; None: there was none."""
+    no thread. _writes_shared: whether this thread writes to the split model's region. _fault: the error that ended this thread;
+    None: there was none."""
 
     _alone = False
+    _writes_shared = True
     _thread: Thread | None = None
     _fault: Exception | None = None
 
@@ -67,10 +69,14 @@ class Link:
             self._alone = before
 
     def wait_closed(self) -> None:
-        """Waits, after `close`, until the thread has ended and no longer uses shared memory. Gives up after CLOSE_LIMIT_S, with an
-        error in the log. Before the call, graphs with exchanges must have been destroyed, and nothing may keep the device from
-        ending its steps."""
+        """Waits, after `close`, until the thread has ended and no longer uses shared memory. Gives up after CLOSE_LIMIT_S. It then
+        raises RuntimeError if the thread writes to the region, which another split model may get once this one has left; only the
+        process's end makes that safe. Else it only logs that. Before the call, graphs with exchanges must have been destroyed, and
+        nothing may keep the device from ending its steps."""
         if self._thread is not None:
             self._thread.join(CLOSE_LIMIT_S)
             if self._thread.is_alive():
-                log.error("a connection of a split model was not given up within %.0f s", CLOSE_LIMIT_S)
+                text = f"a connection of a split model was not given up within {CLOSE_LIMIT_S:.0f} s"
+                if self._writes_shared:
+                    raise RuntimeError(text)
+                log.error("%s", text)

@@ -33,6 +33,8 @@ class DeviceRanks(Link):
     shapes, padding included, and exchange all rows. collectives: makes the exchanges. broken [1]: not 0 once a device of the split
     model has been lost; other code sets it."""
 
+    _writes_shared = False
+
     def __init__(self, collectives: Collectives, rank: int, size: int, broken: LongArray) -> None:
         self.rank, self.size = rank, size
         self.collectives, self._broken = collectives, broken

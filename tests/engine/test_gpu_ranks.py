@@ -103,6 +103,21 @@ def test_nothing_is_exchanged_alone() -> None:
     ranks.close()
 
 
+def test_a_connection_that_is_not_given_up_costs_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread alone uses what it has still to free."""
+    monkeypatch.setattr("engine.cuda.link.CLOSE_LIMIT_S", 0.02)
+    halves, hangs = Halves(), threading.Event()
+    monkeypatch.setattr(halves, "abort", lambda: hangs.wait(10.0))
+    ranks, _ = ranks_of(halves)
+    ranks.close()
+    ranks.wait_closed()
+    assert "not given up" in caplog.text
+    hangs.set()
+    ranks.wait_closed()
+
+
 def test_a_broken_group_ends_exchanges_once_and_launches_no_others() -> None:
     halves = Halves()
     ranks, broken = ranks_of(halves)

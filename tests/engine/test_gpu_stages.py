@@ -198,3 +198,19 @@ def test_a_closed_stage_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> 
     ended.join(10.0)
     assert not ended.is_alive()
     assert torch.equal(last.receive(TOKENS, with_second=True)[0], states(1)[0])
+
+
+def test_memory_to_which_a_stage_may_still_write_is_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ends, and its memory is free then, because the thread would write over the states of the next group."""
+    first, last, _ = joined()
+    for stage in (first, last):
+        stage.count(TOKENS)
+    copied = threading.Event()
+    monkeypatch.setattr("engine.cuda.stages._Buffer.wait", lambda buffer: copied.wait(10.0))
+    monkeypatch.setattr("engine.cuda.link.CLOSE_LIMIT_S", 0.02)
+    first.send(*states(1))
+    first.close()
+    with pytest.raises(RuntimeError, match="not given up"):
+        first.wait_closed()
+    copied.set()
+    first.wait_closed()
