@@ -241,6 +241,7 @@ class CudaMemory:
     def export(self) -> list[int]:
         """Returns one file descriptor for each chunk, by which another process can map the chunk. Raises DeviceError, and OSError
         if this process may not open so many descriptors; none is left open then."""
+        self._enter()
         descriptors.allow_many_files(len(self._handles))
         exported: list[int] = []
         try:

@@ -11,6 +11,7 @@ import enum
 import importlib
 import os
 import sys
+import threading
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -78,8 +79,8 @@ class Refused(Exception):
 
 
 class Driver(ModuleType):
-    """Stands in for cuda.bindings.driver. limit_bytes: the device's memory. mapped: address -> handle. reserved: address ->
-    bytes."""
+    """Stands in for cuda.bindings.driver. limit_bytes: the device's memory. needs_context: whether the calls for memory are refused
+    in a thread without a current context. mapped: address -> handle. reserved: address -> bytes."""
 
     CUresult, CUmemLocationType, CUmemAllocationType = CUresult, CUmemLocationType, CUmemAllocationType
     CUmemAllocationHandleType, CUmemAccess_flags = CUmemAllocationHandleType, CUmemAccess_flags
@@ -91,6 +92,8 @@ class Driver(ModuleType):
         CUmemAccessDesc,
     )
 
+    needs_context = False
+
     def __init__(self, limit_bytes: int = 1 << 30) -> None:
         super().__init__("cuda.bindings.driver")
         self.limit_bytes = limit_bytes
@@ -99,6 +102,16 @@ class Driver(ModuleType):
         self.accessible: set[int] = set()
         self.reserved: dict[int, int] = {}
         self.registered: list[tuple[int, int]] = []
+        self._thread = threading.local()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("cuMem") and self.needs_context:
+            self._check(hasattr(self._thread, "context"), f"{name} in a thread without a context")
+        return super().__getattribute__(name)
+
+    def make_context(self) -> None:
+        """Does what torch does when it first uses the device in a thread."""
+        self._thread.context = "context"
 
     @property
     def held_bytes(self) -> int:
@@ -112,6 +125,7 @@ class Driver(ModuleType):
 
     def cuCtxSetCurrent(self, context: str) -> tuple[CUresult]:
         self._check(context == "context", "an unknown context")
+        self.make_context()
         return (CUresult.CUDA_SUCCESS,)
 
     def cuMemGetAllocationGranularity(self, prop: CUmemAllocationProp, option: Any) -> tuple[CUresult, int]:
@@ -278,6 +292,10 @@ class Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+    def zeros(self, *size: int, **options: Any) -> torch.Tensor:
+        self._driver.make_context()
+        return torch.zeros(*size, **options)
 
     def device(self, kind: str, index: int) -> torch.device:
         assert kind == "cuda"

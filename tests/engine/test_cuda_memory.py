@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,9 @@ assert CHUNK % cuda_stand_in.GRANULARITY == 0
 
 @pytest.fixture
 def driver() -> cuda_stand_in.Driver:
-    return cuda_stand_in.Driver()
+    driver = cuda_stand_in.Driver()
+    driver.needs_context = True
+    return driver
 
 
 @pytest.fixture
@@ -283,6 +286,30 @@ def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_
         cuda_memory.CudaMemory(5, CHUNK, handles=kept)
     assert driver.held_bytes == 0
     assert not driver.reserved
+
+
+def test_each_call_is_made_in_a_context(cuda_memory: Any, driver: cuda_stand_in.Driver) -> None:
+    """Any thread may call any method, and a new thread has no context."""
+    memory = cuda_memory.CudaMemory(5, CHUNK, exportable=True)
+    source, place = np.zeros(CHUNK, np.uint8), memory.arena.data_ptr()
+    reserved = memory.reserve(CHUNK)
+    calls: list[Callable[[], Any]] = [
+        lambda: memory.reserve(CHUNK),
+        lambda: memory.map(reserved, [0]),
+        lambda: memory.copy_in(place, source).wait(),
+        lambda: memory.copy_out(place, source).wait(),
+        lambda: memory.write(place, source),
+        lambda: memory.checksum(place, CHUNK),
+        lambda: memory.register_host(source.ctypes.data, CHUNK),
+        lambda: memory.unregister_host(source.ctypes.data, source),
+        lambda: handles.close(memory.export()),
+        lambda: memory.unmap(reserved, CHUNK),
+        lambda: memory.release(reserved, CHUNK),
+        memory.close,
+    ]
+    for call in calls:
+        with ThreadPoolExecutor(1) as new:
+            new.submit(call).result()
 
 
 def test_more_chunks_than_a_process_may_open_files_are_not_exported(cuda_memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
