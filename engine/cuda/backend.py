@@ -74,9 +74,10 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
             raise
         log.warning("this engine's memory does not outlive it: %s", error)
         handover, left, memory = None, None, CudaMemory(*size)
+    finally:
+        handles.close(given)
     limit_bytes = limit_torch(work_space_bytes)
     log.info("torch is held to %.2f GiB of work space", limit_bytes / 2**30)
-    handles.close(given)
     if handover is not None and not given:
         handover.give(memory)
     return OpenDevice(CudaBackend(memory, configure), configure, left)

@@ -22,10 +22,11 @@ import torch
 pytest.importorskip("triton")
 
 from engine.contracts.loads import LoadTask
+from engine.cuda import backend
 from engine.loading.left_weights import adopt, checksum_of
 from engine.memory import handles
 from engine.memory.weight_range import WeightRange
-from engine.protocol import WeightsHeld
+from engine.protocol import Configure, WeightsHeld
 from loader.packing import checksum
 from tests.engine import cuda_stand_in
 from tests.engine.engine_process import load_message
@@ -319,6 +320,21 @@ def test_more_chunks_than_a_process_may_open_files_are_not_exported(cuda_memory:
     with pytest.raises(OSError, match=r"5 descriptors are more than a process may have here: 516 files"):
         made.export()
     made.close()
+
+
+def test_descriptors_are_closed_where_the_device_refuses_their_memory(
+    cuda_memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = cuda_stand_in.CUresult.CUDA_ERROR_INVALID_VALUE
+    driver.make_context()
+    monkeypatch.setattr(driver, "cuMemImportFromShareableHandle", lambda *_: (refused, None))
+    given = [os.memfd_create("left") for _ in range(2)]
+    handover: Any = SimpleNamespace(ask=lambda num_chunks, chunk_bytes: (given, []))
+    with pytest.raises(cuda_memory.DeviceError):
+        backend.open_device(Configure("cuda:0", 2, CHUNK, 0, 512, 16, 10.0, 1), handover)
+    for descriptor in given:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_an_export_that_fails_leaves_no_descriptor_open(
