@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from functools import partial
+from queue import SimpleQueue
 
 from daemon.cli.client import Client, CommandError
 from daemon.cli.table import size
@@ -63,14 +64,14 @@ def lend(client: Client, options: argparse.Namespace) -> int:
     except OSError as error:
         raise _usage(f"--listen {options.listen}: {error.strerror or error}") from None
     lender = Lender(devices, key, config.models_dir, config.cache_dir, tell)
-    ended = threading.Event()
+    ended: SimpleQueue[None] = SimpleQueue()  # an Event takes a lock that the interrupted thread may hold
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda *_: ended.put(None))
     server = threading.Thread(target=lender.serve, args=(listener,), daemon=True)
     server.start()
     address = "{}:{}".format(*listener.getsockname()[:2])
     tell(f"{', '.join(f'{one.name} with {size(one.budget_bytes)}' for one in devices)}: to be borrowed at {address}")
-    ended.wait()
+    ended.get()
     tell("ends")
     lender.stop(listener)
     return EXIT_OK
