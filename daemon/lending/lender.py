@@ -71,7 +71,8 @@ class Lender:
             wire.shut()
         until_s = time.monotonic() + STOP_LIMIT_S
         for thread in list(self._threads):
-            thread.join(max(0.0, until_s - time.monotonic()))
+            with contextlib.suppress(RuntimeError):  # it has not begun, and will lend nothing
+                thread.join(max(0.0, until_s - time.monotonic()))
 
     def _connection(self, sock: socket.socket, peer: str) -> None:
         """Serves one connection from a proxy until it ends: checks that the proxy knows the key, then lends it the device that it
@@ -79,6 +80,8 @@ class Lender:
         wire = Wire(sock, ToLender)
         self._wires.add(wire)
         try:
+            if self._stopping:  # `stop` may have shut the others already
+                return
             wire.prove(self._key, asks_first=True)
             asked = wire.receive()
             if isinstance(asked, Borrow):

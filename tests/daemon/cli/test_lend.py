@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from daemon.lending.lender import Lender
+from loader.threads import Thread
 from tests.e2e.node import environment
 
 KEY = "a key that both hosts know"
@@ -104,3 +107,18 @@ def test_it_ends_whenever_a_signal_comes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", AT_EACH_LINE, *options]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
     assert ended.stdout == f"{[0] * 30}\n", ended.stderr
+
+
+def test_a_connection_that_is_accepted_as_it_ends_lends_nothing() -> None:
+    """Its thread begins after the other connections were shut."""
+    lender = Lender([], KEY.encode(), "/nowhere", "/nowhere", lambda line: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as proxy:
+        accepted, _ = listener.accept()
+        thread = Thread(target=lender._connection, args=(accepted, "peer"))
+        lender._threads.add(thread)
+        lender.stop(listener)
+        thread.start()
+        proxy.settimeout(5.0)
+        assert proxy.recv(1) == b""
+        thread.join(5.0)
+        assert not lender._threads
