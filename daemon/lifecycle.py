@@ -75,6 +75,11 @@ SEND_LIMIT_S = 10.0  # how long clients may take to read their last bytes, but n
 JUST_NOW_S = 10.0
 RESTART_SIGNAL = signal.SIGUSR2  # the unit's RestartKillSignal: a stop that another start follows at once
 TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
+# Kinds of calls in threads, besides those for an engine, that a dead disk or driver may keep for ever. Of each kind, and for each
+# engine, one call is made at a time. They save the state or the day's tokens, register models, reload, ask for GPUs, start the text
+# helper, wait for the end of the last one, or start a scanning process.
+MAY_HANG = 8
+NUM_FREE = 4  # threads for calls that return
 WORK_END_S = 5.0  # how long work beside the loop may go on after the last step of the stop
 
 
@@ -546,7 +551,8 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        threads = ReadyThreads("work beside the loop")
+        num_engines = len(devices) + len(isolated_models(config))
+        threads = ReadyThreads("work beside the loop", num_engines + MAY_HANG + NUM_FREE)
         asyncio.get_running_loop().set_default_executor(threads)
         with contextlib.closing(StallReport()):
             code = await DaemonRun(config, devices, config_path, flags, files, inventory, forks).run()

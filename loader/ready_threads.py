@@ -7,22 +7,17 @@ the process has any work.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-
-MOST_THREADS, MORE_THAN_CORES = 32, 4  # as for asyncio's own executor
 
 
 class ReadyThreads(ThreadPoolExecutor):
     """A ThreadPoolExecutor that starts all its threads when it is made. Raises OSError if the system refuses one of the threads.
 
-    name: the beginning of the threads' names. num_threads: number of threads; None: as many as asyncio's own executor starts at
-    most."""
+    name: the beginning of the threads' names. num_threads: number of threads."""
 
-    def __init__(self, name: str, num_threads: int | None = None) -> None:
-        num_threads = num_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)) + MORE_THAN_CORES)
+    def __init__(self, name: str, num_threads: int) -> None:
         super().__init__(num_threads, name)
         all_begun = threading.Barrier(num_threads + 1)  # while its thread waits here, each job needs another one
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from config.schema import NodeConfig
+from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from daemon import lifecycle
 from daemon.operate.named_files import NamedFiles
 
@@ -43,6 +43,32 @@ def test_work_beside_the_loop_starts_no_thread(monkeypatch: pytest.MonkeyPatch) 
     assert lifecycle.serve(NodeConfig(), [], None, {}, NamedFiles(None, None, {}, {})) == 0
     before, used, after = seen
     assert used <= before == after
+
+
+@pytest.mark.usefixtures("as_before")
+def test_calls_that_a_dead_disk_and_a_dead_driver_keep_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a time one call for each engine may hang, and one of each other kind."""
+    ends = threading.Event()
+
+    class Run:
+        def __init__(self, *about: Any) -> None: ...
+
+        async def run(self) -> int:
+            loop = asyncio.get_running_loop()
+            hung = [loop.run_in_executor(None, ends.wait) for _ in range(lifecycle.MAY_HANG + 3)]
+            try:
+                async with asyncio.timeout(10):
+                    await asyncio.to_thread(int)
+            finally:
+                ends.set()
+            await asyncio.gather(*hung)
+            return 0
+
+    monkeypatch.setattr(lifecycle, "DaemonRun", Run)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    config = NodeConfig(models={"alone": ModelConfig(isolate=True), "other": ModelConfig()})
+    devices = [DeviceBudget(name, 1 << 30) for name in ("cpu:0", "cpu:1")]
+    assert lifecycle.serve(config, devices, None, {}, NamedFiles(None, None, {}, {})) == 0
 
 
 async def test_a_reload_goes_on_without_who_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from daemon.lifecycle import MAY_HANG, NUM_FREE
 from daemon.process.installation import BINDINGS, is_there
-from loader.ready_threads import MOST_THREADS
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
@@ -128,7 +128,7 @@ def test_a_driver_that_does_not_answer_keeps_nothing_else_waiting(tmp_path: Path
         reloading = pool.submit(node.cli, "reload")
         stack.callback(os.close, node.wait_for(reader_let_go, "a question to the driver"))
         stack.callback(describe, described)
-        for _ in range(MOST_THREADS + 1):
+        for _ in range(2 * (MAY_HANG + NUM_FREE)):  # more than there are threads
             asking = stack.enter_context(socket.socket(socket.AF_UNIX))
             asking.connect(node.control)
             asking.sendall(b"GET /control/v1/gpus HTTP/1.1\r\nHost: hearthd\r\n\r\n")
