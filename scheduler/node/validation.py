@@ -193,11 +193,13 @@ def check_listed(node: Node, model: Model) -> None:
     it is not. A model that waits to be placed must be on the lists of each device in Model.devices, which are the devices that may
     hold it and, when empty, have room for it (for a share of it, if it is split). If pinned models leave no room on a device, the
     model may be in the device's `crowded_out` instead. A model that does not wait to be placed must be on no list."""
-    listed = [device for device in node.devices.values() if model.name in device.by_age]
-    assert all(model.name in device.by_work for device in listed), f"lists differ for {model.name}"
+    name = model.name
+    listed = [device for device in node.devices.values() if name in device.by_age or name in device.by_work]
+    assert all(name in device.by_age and name in device.by_work for device in listed), f"lists differ for {name}"
+    known = {device.name for device in [*listed, *(one for one in node.devices.values() if name in one.crowded_out)]}
     waits = node.wanted(model) and node.resting(model) and model.retry_at <= node.now
+    assert known <= set(model.devices if waits else ()), f"{name} is in line for {known}, wrongly"
     if not waits:
-        assert not listed, f"{model.name} is in line and nobody waits for it"
         return
     for name in model.devices:
         device = node.devices[name]

@@ -178,3 +178,14 @@ def test_a_whole_model_holds_one_device_of_two() -> None:
     assert any("large waits for it, and its requests are overdue" in line for line in told)
     node.finish_all()
     assert set(node.ends.values()) == {"finished"}
+
+
+@pytest.mark.parametrize("line", ["by_age", "by_work"])
+def test_a_line_with_a_model_that_nobody_waits_for_is_found(line: str) -> None:
+    """Loads are chosen from both lines."""
+    node = FakeNode()
+    node.register(facts("a"))
+    node.scheduler.validate()
+    getattr(node.scheduler._node.devices["cpu:0"], line).set("a", 0.0)
+    with pytest.raises(AssertionError, match="a"):
+        node.scheduler.validate()
