@@ -9,8 +9,10 @@ import errno
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from typing import IO
 
@@ -52,6 +54,7 @@ class ForkServer:
         self._thread = ReadyThreads("fork server", 1)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._pidfd, self._pidfd_lock = -1, threading.Lock()  # the running process's descriptor, -1 if there is none
         self._ended = False
 
     @classmethod
@@ -71,8 +74,7 @@ class ForkServer:
     def give_up(self) -> None:
         """Ends a server that ahead() has started and that has not been asked for an engine. Does not wait for the server's end."""
         self._ended = True
-        if self._process is not None:
-            self._process.kill()
+        self._kill()
         self._end()
         self._thread.shutdown(wait=False)
 
@@ -96,8 +98,7 @@ class ForkServer:
         if self._ended:
             return
         self._ended = True
-        if self._process is not None:
-            self._process.kill()  # ends the call for which the thread may be waiting
+        self._kill()  # ends the call for which the thread may be waiting
         await asyncio.get_running_loop().run_in_executor(self._thread, self._end)
         self._thread.shutdown(wait=False)
 
@@ -152,18 +153,52 @@ class ForkServer:
         self._process, self._control = socket_child.spawn(module, self._arguments, environment, process_group=0)
         self._control.settimeout(FIRST_LIMIT_S)
         try:
-            _reap_at_end(self._process)
+            self._reap_at_end(self._process)
         except BaseException:
             self._process.kill()
             self._end()
             raise
+        if self._ended:  # and found no process to kill
+            self._kill()
 
     def _end(self) -> None:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            socket_child.wait(self._process, STOP_LIMIT_S, self._process.kill)  # it may still be importing, or hang
+            socket_child.wait(self._process, STOP_LIMIT_S, self._kill)  # it may still be importing, or hang
         self._control = self._process = None
+
+    # ---- in any thread
+
+    def _kill(self) -> None:
+        """Kills the server's process, if there is one. By its descriptor, because another thread reaps it, and its id may then be
+        another process's."""
+        with self._pidfd_lock, contextlib.suppress(ProcessLookupError):
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _reap_at_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Starts a thread that reaps the server's process when it ends (`_reap`). Raises OSError if the system allows no further
+        descriptor or thread."""
+        self._pidfd = os.pidfd_open(process.pid)
+        try:
+            Thread(target=self._reap, args=(process, self._pidfd), name="fork server's end").start()
+        except MemoryError as error:
+            self._close_pidfd(self._pidfd)
+            raise OSError(str(error)) from None
+
+    def _reap(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
+        """Waits until the server's process ends, and then takes its exit status at once, so that no zombie process remains. pidfd:
+        a descriptor of the process, which is closed."""
+        _readable(pidfd)
+        self._close_pidfd(pidfd)
+        process.poll()
+
+    def _close_pidfd(self, pidfd: int) -> None:
+        with self._pidfd_lock:
+            if self._pidfd == pidfd:  # else another process has been started
+                self._pidfd = -1
+            os.close(pidfd)
 
 
 def _copies(descriptors: Sequence[int]) -> list[int]:
@@ -192,25 +227,6 @@ def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple
     for stack, descriptor in zip((reading, writing), pipe, strict=True):
         stack.callback(os.close, descriptor)
     return pipe
-
-
-def _reap_at_end(process: subprocess.Popen[bytes]) -> None:
-    """Starts a thread that reaps the fork server's process when it ends (`_reap`). Raises OSError if the system allows no further
-    descriptor or thread."""
-    ended = os.pidfd_open(process.pid)
-    try:
-        Thread(target=_reap, args=(process, ended), name="fork server's end").start()
-    except MemoryError as error:
-        os.close(ended)
-        raise OSError(str(error)) from None
-
-
-def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
-    """Waits until the fork server's process ends, and then takes its exit status at once, so that no zombie process remains. pidfd:
-    a descriptor of the process, which is closed."""
-    _readable(pidfd)
-    os.close(pidfd)
-    process.poll()
 
 
 def _readable(descriptor: int, limit_s: float | None = None) -> bool:

@@ -92,6 +92,44 @@ def opened_by(pid: int) -> list[str]:
     return sorted(os.readlink(one).partition(":")[0] for one in opened.iterdir() if int(one.name) > 2)
 
 
+async def test_a_server_that_is_ended_while_it_is_started_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, spawn = ForkServer("null", "", 1), fork_client.socket_child.spawn
+
+    def spawn_at_end(*arguments: Any, **options: Any) -> Any:
+        made = spawn(*arguments, **options)
+        server._ended = True
+        server._kill()
+        return made
+
+    monkeypatch.setattr(fork_client.socket_child, "spawn", spawn_at_end)
+    with pytest.raises(OSError, match="stopping"):
+        await Forked.by(server)
+    assert server._process is None
+    server._thread.shutdown()
+
+
+async def test_no_signal_goes_to_a_process_that_got_the_id_of_a_server_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread reaps the server as it ends. Its id may be another process's when Popen sends the signal."""
+    server, strayed = ForkServer("null", "", 1), []
+    engine = await Forked.by(server)
+    process = server._process
+    assert process is not None
+
+    def kill(pid: int, number: int) -> None:
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
+        wait_until(lambda: process.returncode is not None)
+        strayed.append(pid)
+
+    ended = os.pidfd_open(process.pid)
+    monkeypatch.setattr(os, "kill", kill)
+    await server.end()
+    os.close(ended)
+    engine.channel.close()
+    await engine.ended()
+    assert not strayed
+    assert process.returncode == -signal.SIGKILL
+
+
 async def test_engines_have_one_parent_names_and_groups_of_their_own(server: ForkServer) -> None:
     first, second = await Forked.by(server, "engine cpu:0"), await Forked.by(server, "engine cpu:1/a/b/c/d")
     assert parent_of(first.process) == parent_of(second.process)
