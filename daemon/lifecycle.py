@@ -183,7 +183,7 @@ class DaemonRun:
                 worker.configure()
             node.tasks.start("looking for models", node.rescans.run)
             node.tasks.start("watching the models folder", self._folder_watch.run)
-            self._follow_files()
+            await self._follow_files()
             room, refuse = Room(open_files.limit()), refuse_request(node.metric.count_answer)
             listening = self._acceptors
             listening += await listen(control, control_sockets[sockets.CONTROL], 64, room.operators, refuse_command)
@@ -322,16 +322,23 @@ class DaemonRun:
 
     def _present(self) -> tuple[list[str], Signature]:
         """Returns the files that a reload reads and their signature. The value differs from an earlier one if a file was added,
-        removed or changed."""
+        removed or changed. Blocks while a disk hangs, so that it is called in a thread once the daemon runs."""
         files = self._files()
         return files, signature(files)
 
-    def _follow_files(self) -> None:
-        """Watches the folders of the files that a reload reads, among them conf.d once it exists, so that a changed file makes the
-        daemon reload. An earlier watch is replaced if the folders differ."""
+    def _folders(self) -> frozenset[str]:
+        """Returns the folders of the files that a reload reads, among them conf.d once it exists. Blocks, as `_present` does."""
         folders = folders_of(self._files())
         if self._config_path and os.path.isdir(folder := folder_of(self._config_path)):
             folders |= {os.path.abspath(folder), os.path.realpath(folder)}
+        return folders
+
+    async def _follow_files(self) -> None:
+        """Watches the folders of the files that a reload reads, so that a changed file makes the daemon reload. An earlier watch is
+        replaced if the folders differ."""
+        folders = await asyncio.to_thread(self._folders)
+        if self._stop.is_set():
+            return
         old = self._watch
         if old is None or old.is_stale or old.folders != folders:
             self._watch = FileWatch(folders, self._on_file_changed)
@@ -339,11 +346,16 @@ class DaemonRun:
                 self._node.tasks.once("ending a watch of files", asyncio.to_thread(old.stop))
 
     def _on_file_changed(self) -> None:
-        if self._stop.is_set():
-            return
-        self._follow_files()
-        if self._present() != self._read:  # else a reload on request has read it already
-            self._node.tasks.once("reloading", self._reload_logged())
+        if not self._stop.is_set():
+            self._node.tasks.once("reloading", self._reload_changed())
+
+    async def _reload_changed(self) -> None:
+        """Reloads if a file has changed that a reload reads."""
+        async with self._reload_lock:
+            await self._follow_files()
+            has_changed = await asyncio.to_thread(self._present) != self._read  # else a reload on request has read it already
+        if has_changed and not self._stop.is_set():
+            await self._reload_logged()
 
     def _tls_context(self) -> ssl.SSLContext | None:
         return self._tls.context if self._tls is not None else None
@@ -386,23 +398,23 @@ class DaemonRun:
                 return await self._reload(node)
             finally:
                 if not self._stop.is_set():
-                    self._follow_files()
+                    await self._follow_files()
                     if node.listening:
                         self._notify.ready(f"serves {node.url}")
 
     async def _reload(self, node: NodeParts) -> dict[str, Any]:
-        self._read = self._present()
+        # in threads, because a disk may hang, and a driver may never answer while a GPU has a fault
+        self._read = await asyncio.to_thread(self._present)
         source = self._config_path if self._config_path and "device" not in self._flags else "flags"
         try:
-            new = config_load.load(self._config_path, self._flags)
-            # in a thread, because a driver may never answer while a GPU has a fault
+            new = await asyncio.to_thread(config_load.load, self._config_path, self._flags)
             gpus = partial(memories, self._inventory)
             devices = await asyncio.to_thread(device_budgets, new, machine_memory_bytes(), source, gpus)
             new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
-            files = named_files.read(plan.effective, self._config_path, self._flags)
+            files = await asyncio.to_thread(named_files.read, plan.effective, self._config_path, self._flags)
             if files.tls is None:
-                named_files.read_tls(new, self._config_path, self._flags)  # a restart will want it
+                await asyncio.to_thread(named_files.read_tls, new, self._config_path, self._flags)  # a restart will want it
         except config_load.ConfigError as error:
             raise node.reloads.refuse(error) from None
         try:

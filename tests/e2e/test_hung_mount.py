@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from daemon.access.keys import hash_key
 from tests.chaos.slow_mount import SlowMount
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
@@ -16,6 +18,7 @@ from tests.e2e.node import Node, without_drafts
 DEADLINE_S = 4.0
 ROLL_BACK_S = 10.0  # after which the engine would be started again
 NEAR_TOKENS = 8000
+KEY = "a key of a tenant of this node"
 
 
 @pytest.fixture
@@ -52,6 +55,33 @@ def test_a_chat_template_that_hangs_delays_no_rescan(tmp_path: Path) -> None:
                 assert Stream(node, "a", "hello", 4).join().error == ""
                 assert Stream(node, "b", "hello", 4).join().error == ""
                 assert f"{at}/own.jinja does not answer" in node.log_text()
+        finally:
+            mount.close()
+    assert "Traceback" not in node.log_text()
+
+
+def test_settings_that_hang_delay_their_reload_alone(tmp_path: Path) -> None:
+    """A file that the settings name is on a mount that hangs while they are read again. Chats and operators' views go on."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "keys.toml").write_text(f'[tenants.a]\nkeys = ["{hash_key(KEY)}"]\n')
+    at = tmp_path / "at"
+    at.mkdir()
+    try:
+        mount = SlowMount(tmp_path / "far", at)
+    except OSError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", flags=["--keys-file", str(at / "keys.toml")]) as node, ThreadPoolExecutor(1) as pool:
+        try:
+            assert Stream(node, "a", "hello", 4, key=KEY).join().error == ""
+            with mount.hang():
+                reloading = pool.submit(node.cli, "reload")
+                time.sleep(1.0)
+                assert node.get("/healthz")[0] == 200
+                assert Stream(node, "a", "hello", 4, key=KEY).join().error == ""
+                assert node.cli("status").returncode == 0
+                assert not reloading.done()
+            assert reloading.result().returncode == 0
         finally:
             mount.close()
     assert "Traceback" not in node.log_text()
