@@ -10,23 +10,25 @@ have masks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from engine.cuda.kernels import entry
-from engine.cuda.sequences import Group, num_words_in
+from engine.cuda.sequences import Group, Staging, num_words_in
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import LogitEdits, SamplingRows, banned_ids
-from loader.sizes.gpu_sizing import EDITED_ROWS, EDITED_TOKENS, LOGITS_ROWS
-from scheduler.batch.plan import BoolArray, IntArray, LongArray
+from loader.sizes.gpu_sizing import EDITED_GRAPH_WORDS, EDITED_ROWS, EDITED_TOKENS, LOGITS_ROWS
+from scheduler.batch.plan import BoolArray, IntArray, LongArray, SequenceTable
 
 NO_WORDS = np.empty(0, np.int32)
 NO_OTHERS = np.empty(0, np.intp)
 MOST_GAPS = 2  # a span of masks is at most so many times as long as those that are needed of it
+KEPT_STEPS = 64  # steps whose tokens are added to those that are kept in page-locked memory, before all are written there anew
 
 
 @dataclass(slots=True)
@@ -50,10 +52,14 @@ class _Lasting:
     """The part of some rows' edits that does not depend on the rows' tokens, kept for the next step. It stays valid while the same
     requests have the same rows, and none of them reaches its min_tokens.
 
-    edits [E, EDIT_WORDS]: the words that describe each edit, without pointers to tokens.
+    edits [E, EDIT_WORDS]: the words that describe each edit; they point at tokens only while `tokens` is not None.
     penalties [E PENALTIES]: the penalties of each edit, one edit after the other.
     penalised [E]: whether the edit has penalties.
-    words: the biases and banned ids to which the edits point."""
+    words: the biases and banned ids to which the edits point.
+
+    tokens: the page-locked memory with the tokens of these edits' sequences; None: they are not kept there. begins [E]: the index
+    in it of each sequence's first token. steps_left: how many more steps' tokens it has room for. now, next: what identifies the
+    tokens of the last step, and those of a step in which each sequence has one more token."""
 
     edits: IntArray
     penalties: npt.NDArray[np.float64]
@@ -62,6 +68,11 @@ class _Lasting:
     has_tokens: bool
     has_bias: bool
     has_ban: bool
+    tokens: Group | None = None
+    begins: IntArray = field(default_factory=lambda: NO_WORDS)
+    steps_left: int = 0
+    now: tuple[int, bytes, bytes] = 0, b"", b""
+    next: tuple[int, bytes, bytes] = 0, b"", b""
 
 
 class _Span(NamedTuple):
@@ -78,9 +89,11 @@ class _Span(NamedTuple):
 
 class KnownEdits:
     """The edits of logits (penalties, biases, banned ids) for which the requests in a model's slots ask, as arrays. The arrays are
-    made once for each request."""
+    made once for each request. staging: makes page-locked memory, and sends what this object returns."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, staging: Staging) -> None:
+        self._staging = staging
+        self._tokens: Tensor | None = None  # page-locked, made when it is needed
         self._params: list[object] = [self] * num_slots  # an object that no request has
         self._penalties = np.zeros((num_slots, entry.PENALTIES), np.float64)
         self._penalised = np.zeros(num_slots, np.bool_)
@@ -141,16 +154,59 @@ class KnownEdits:
         if lasting.has_tokens:
             slots, table = edits.slots[which], edits.table
             num_tokens: IntArray = edits.positions[which] * lasting.penalised
-            ends = num_tokens.cumsum(dtype=np.int32)
-            ends += num_words
-            begins = ends - num_tokens
-            each = each.copy()
-            each[:, 1], each[:, 3], each[:, 2] = begins, ends, begins + np.minimum(table.num_prompt.take(slots), num_tokens)
+            if self._keeps_tokens(lasting, slots, num_tokens, table, num_words):
+                assert lasting.tokens is not None
+                part.words.append(lasting.tokens)
+            else:
+                each, ends = each.copy(), num_tokens.cumsum(dtype=np.int32)
+                _point_at_tokens(each, table, slots, num_tokens, ends - num_tokens + np.int32(num_words))
+                part.words.append(Group(_first_tokens(table, slots, num_tokens), int(ends[-1])))
+            each[:, 3] = each[:, 1] + num_tokens
             part.columns["counted"][each[:, 0]] = num_tokens
-            tokens, of_slots = table.tokens, zip(slots.tolist(), num_tokens.tolist(), strict=True)
-            part.words.append(Group([tokens[slot, :num] for slot, num in of_slots], int(ends[-1]) - num_words))
         part.columns |= {"edits": each.reshape(-1), "penalties": lasting.penalties}
         part.has_tokens, part.has_bias, part.has_ban = lasting.has_tokens, lasting.has_bias, lasting.has_ban
+
+    def _keeps_tokens(self, lasting: _Lasting, slots: IntArray, num_tokens: IntArray, table: SequenceTable, num_words: int) -> bool:
+        """Returns whether the tokens of a step's edits are in the page-locked memory lasting.tokens, at which lasting.edits points.
+        If so, brings them up to date: if the step before had the same sequences, each with one token less, one token of each is
+        written. They are kept from the second such step on. num_words: the number of words that are sent before them.
+
+        What is kept stays right, and no copy reads what is written: a request's tokens change only where they are drafted, and only
+        a slot that is in a step twice has drafted tokens before its last; and the host knows each sequence's newest token only
+        after it has read the step before."""
+        now, goes_on = (num_words, table.request_id.take(slots).tobytes(), num_tokens.tobytes()), False
+        if now != lasting.now:  # else the same step again, without a graph
+            goes_on = now == lasting.next
+            lasting.now, lasting.next = now, (*now[:2], (num_tokens + lasting.penalised).tobytes())
+            if goes_on and lasting.tokens is not None and lasting.steps_left:
+                lasting.steps_left -= 1
+                newest = np.maximum(num_tokens - 1, 0)
+                self._locked_tokens().numpy()[lasting.begins + newest] = table.tokens[slots, newest]
+            else:
+                lasting.tokens = None
+                if goes_on:
+                    lasting.tokens = self._laid_out_tokens(lasting, slots, num_tokens, table, num_words)
+        return lasting.tokens is not None
+
+    def _laid_out_tokens(
+        self, lasting: _Lasting, slots: IntArray, num_tokens: IntArray, table: SequenceTable, num_words: int
+    ) -> Group | None:
+        """Writes all tokens of a step's edits to page-locked memory, with room for those of KEPT_STEPS steps more, and lets
+        lasting.edits point at them. Returns None, and writes nothing, if a slot is there twice or the memory is too small."""
+        rooms = np.minimum(num_tokens + np.int32(KEPT_STEPS), np.int32(table.tokens.shape[1]))
+        room = int(rooms.sum())
+        if num_words + room > EDITED_GRAPH_WORDS or len(set(slots.tolist())) < len(slots):
+            return None
+        words = self._locked_tokens()[:room]
+        np.concatenate(_first_tokens(table, slots, rooms), out=words.numpy())
+        lasting.begins, lasting.steps_left = rooms.cumsum(dtype=np.int32) - rooms, KEPT_STEPS
+        _point_at_tokens(lasting.edits, table, slots, num_tokens, lasting.begins + np.int32(num_words))
+        return Group([words], room, is_locked=True)
+
+    def _locked_tokens(self) -> Tensor:
+        if self._tokens is None:
+            self._tokens = self._staging.page_locked(EDITED_GRAPH_WORDS)
+        return self._tokens
 
     def _lasting_of(self, slots: IntArray, early: BoolArray, own: npt.NDArray[np.intp]) -> _Lasting:
         """Returns the columns of E edits that stay the same from step to step, because they do not depend on the tokens of the
@@ -257,6 +313,17 @@ def _span_of(allowed: RowMasks, masked: slice, own: npt.NDArray[np.intp]) -> _Sp
     width = locked.bits.shape[1]
     words = locked.bits[first : last + 1].reshape(-1).view(np.int32)
     return _Span(words, own, (places - np.int32(first)) * np.int32(width), others)
+
+
+def _point_at_tokens(each: IntArray, table: SequenceTable, slots: IntArray, num_tokens: IntArray, begins: IntArray) -> None:
+    """Writes to each edit's words [E, EDIT_WORDS] where the tokens of its sequence begin (begins [E]), and where those of the
+    output do."""
+    each[:, 1], each[:, 2] = begins, begins + np.minimum(table.num_prompt.take(slots), num_tokens)
+
+
+def _first_tokens(table: SequenceTable, slots: IntArray, nums: IntArray) -> list[IntArray]:
+    """Returns the first tokens of the sequence in each slot, as many as `nums` says."""
+    return [table.tokens[slot, :num] for slot, num in zip(slots.tolist(), nums.tolist(), strict=True)]
 
 
 def _within(rows: npt.NDArray[np.intp], first: int, end: int, num_rows: int) -> slice:

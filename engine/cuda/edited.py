@@ -87,7 +87,7 @@ class EditedSampling:
     ) -> None:
         self._vocab_size, self._last_ids, self._graphs = vocab_size, last_ids, graphs
         self.staging = staging or Staging(last_ids.device, NUM_STAGING)
-        self._known = KnownEdits(num_slots)
+        self._known = KnownEdits(num_slots, self.staging)
 
     def draw(
         self,

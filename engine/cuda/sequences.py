@@ -26,10 +26,10 @@ NUM_STAGING = 8  # copies that may be under way at a time: those of two steps an
 
 class Group(NamedTuple):
     """Arrays of one dtype of 4-byte items that are sent one after the other. num_words: number of items in all. is_locked: the
-    group is a single int32 array in page-locked memory that stays unchanged until the step has ended, so the device copies from
-    there by itself. Only the last group of a column may be locked."""
+    group is a single int32 array or tensor in page-locked memory, of which what the step reads stays unchanged until the step has
+    ended, so the device copies from there by itself. Only the last groups of a column may be locked."""
 
-    arrays: Sequence[npt.NDArray[Any]]
+    arrays: Sequence[Any]
     num_words: int
     is_locked: bool = False
 
@@ -40,8 +40,8 @@ Column = npt.NDArray[Any] | list[Group]
 
 class Staging:
     """Copies input columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU. A
-    group of arrays that is page-locked already (Group.is_locked) takes a second copy. num_buffers: how many copies may be under way
-    at a time; the next one waits for the oldest."""
+    group of arrays that is page-locked already (Group.is_locked) takes a copy of its own. num_buffers: how many copies may be under
+    way at a time; the next one waits for the oldest."""
 
     def __init__(self, device: torch.device, num_buffers: int = NUM_STAGING) -> None:
         self._device = device
@@ -49,6 +49,10 @@ class Staging:
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * num_buffers
         self._copied: list[Any] = [None] * num_buffers
         self._next = 0
+
+    def page_locked(self, num_words: int) -> Tensor:
+        """Returns new int32 memory on the host, page-locked if the device is a GPU."""
+        return torch.zeros(num_words, dtype=torch.int32, pin_memory=self._pinned)
 
     def send(self, columns: Mapping[str, Column], into: Tensor | None = None) -> dict[str, Tensor]:
         """Copies columns to the device and returns them as tensors there, by their names. into: int32 memory on the device that
@@ -69,17 +73,17 @@ class Staging:
         values. None: exactly `columns` are copied."""
         laid_out = _laid_out(columns) if padding is None else padding.under(columns)
         head, pieces = np.frombuffer(laid_out, np.int32), _pieces(columns)
-        locked = pieces[-1] if pieces and pieces[-1].is_locked else None
-        if locked is not None:
-            pieces = pieces[:-1]
+        locked = [group for group in pieces if group.is_locked]
+        if locked:
+            pieces = pieces[: -len(locked)]
         # of what is copied from a buffer; only with nothing behind it is it padded
-        num_words = len(head) + (_aligned(num_words_in(pieces)) if locked is None else num_words_in(pieces))
+        num_words = len(head) + (num_words_in(pieces) if locked else _aligned(num_words_in(pieces)))
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         if self._copied[number] is not None:
             self._copied[number].synchronize()
         if len(self._buffers[number]) < num_words:
-            self._buffers[number] = torch.zeros(2 * num_words, dtype=torch.int32, pin_memory=self._pinned)
+            self._buffers[number] = self.page_locked(2 * num_words)
         buffer = self._buffers[number][:num_words]
         words = buffer.numpy()
         words[: len(head)] = head
@@ -88,14 +92,14 @@ class Staging:
             if arrays:
                 np.concatenate(arrays, out=words[at : at + num].view(arrays[0].dtype))
                 at += num
-        end = num_words if locked is None else len(head) + _aligned(num_words - len(head) + locked.num_words)
+        end = len(head) + _aligned(num_words - len(head) + num_words_in(locked))
         target = torch.empty(end, dtype=torch.int32, device=self._device) if into is None else into[:end]
-        if locked is None:
-            target.copy_(buffer, non_blocking=True)
-        else:
-            target[:num_words].copy_(buffer, non_blocking=True)
-            from_there = torch.from_numpy(locked.arrays[0])
-            target[num_words : num_words + locked.num_words].copy_(from_there, non_blocking=True)
+        target[:num_words].copy_(buffer, non_blocking=True)
+        at = num_words
+        for (source,), num, _ in locked:
+            from_there = torch.from_numpy(source) if isinstance(source, np.ndarray) else source
+            target[at : at + num].copy_(from_there, non_blocking=True)
+            at += num
         if self._pinned:
             if self._copied[number] is None:
                 self._copied[number] = torch.cuda.Event(blocking=True)

@@ -161,7 +161,7 @@ def test_masks_in_page_locked_memory_are_copied_by_the_device(
 
 def test_masks_whose_memory_is_given_up_are_copied_by_the_host() -> None:
     """They may be those of a process that has died before a step that has them was launched."""
-    table, known = table_of(3, SETTINGS), edit_columns.KnownEdits(3)
+    table, known = table_of(3, SETTINGS), edit_columns.KnownEdits(3, edited.Staging(torch.device("cpu")))
     rows = rows_of(plan((0, 9, 1), (1, 9, 1), (2, 9, 1)), table, [0, 1], [0, 1])
     assert rows.edits is not None
     assert rows.allowed is not None
@@ -206,6 +206,67 @@ def test_what_lasts_of_edits_is_made_anew_when_rows_requests_or_bans_change() ->
     same([], (2, 24, 1), (1, 24, 1))
     table.tokens[1] = table.tokens[2, ::-1]  # of a request that takes the slot over with the same parameters
     same([], (2, 24, 1), (1, 24, 1))
+
+
+TOKENS = [
+    SamplingParams(99, temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.2),
+    SamplingParams(99, temperature=0.0, logit_bias={4: 2.0, 69: 1.5}),
+    SamplingParams(99, temperature=0.0, presence_penalty=0.9, min_tokens=99, stop_token_ids=[7]),
+]
+
+
+@pytest.mark.parametrize(("most_words", "kept"), [(1 << 18, [0, 0, 1, 1, 1, 1, 1, 1, 1]), (60, [0] * 9)])
+def test_tokens_of_sequences_that_go_on_are_copied_by_the_device(
+    monkeypatch: pytest.MonkeyPatch, most_words: int, kept: list[int]
+) -> None:
+    """The host copies them in the first step, which is launched twice here, and where they take too much room."""
+    monkeypatch.setattr(edit_columns, "EDITED_GRAPH_WORDS", most_words)
+    monkeypatch.setattr(edit_columns, "KEPT_STEPS", 3)
+    locked: list[int] = []
+    copy = edited.Staging.copy
+
+    def noted(self: Any, columns: Any, *arguments: Any) -> Any:
+        locked.append(sum(group.is_locked for group in columns["words"]))
+        return copy(self, columns, *arguments)
+
+    monkeypatch.setattr(edited.Staging, "copy", noted)
+    table, sampling = table_of(3, TOKENS), EditedSampling(VOCAB, 3, torch.zeros(4, dtype=torch.int32))
+    hidden = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(6))
+    for at in (30, 30, 31, 32, 33, 34, 35, 36, 37):
+        step = plan((2, at, 1), (1, at - 9, 1), (0, at - 4, 1))
+        draw = sampling.draw(hidden, rows_of(step, table, []), step.slots, table.request_id[step.slots], None, torch.clone)
+        equal(draw.result(draw.told, 0.0), by_host(hidden, step, table, []))
+    assert locked == kept
+
+
+def test_tokens_are_right_whatever_the_rows_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At random, a sequence goes on, is left out, has for some steps drafted tokens, all of which others replace, or gives its slot
+    to a request with the same settings, often one that has just one token more; and the host copies a mask before the tokens."""
+    monkeypatch.setattr(edit_columns, "KEPT_STEPS", 4)
+    random, num_kept, lengths = np.random.default_rng(8), 0, [10, 11, 12]
+    table, sampling = table_of(3, TOKENS), EditedSampling(VOCAB, 3, torch.zeros(4, dtype=torch.int32))
+    hidden = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6)).expand(9, -1) * 0.1
+    likely = hidden[0].topk(15).indices.int().numpy()  # tokens of these alone, so that their penalties decide
+    for number in range(200):
+        rows = []
+        for slot in range(3):
+            ended = lengths[slot] > LENGTH - 6
+            if ended or random.random() < 0.05:
+                lengths[slot] = 10 if ended or random.random() < 0.2 else lengths[slot]
+                table.request_id[slot], table.tokens[slot] = 1000 + number, random.choice(likely, LENGTH)
+            if random.random() < 0.985:
+                num_drafted = 1 if slot == number // 8 % 12 else 0
+                rows += [(slot, lengths[slot] - 1 + at, 1) for at in range(1 + num_drafted)]
+        step = plan(*(rows or [(1, lengths[1] - 1, 1)]))
+        masked = [0] if random.random() < 0.05 else []
+        draw = sampling.draw(hidden, rows_of(step, table, masked), step.slots, table.request_id[step.slots], None, torch.clone)
+        equal(draw.result(draw.told, 0.0), by_host(hidden, step, table, masked))
+        lasting = sampling._known._lasting
+        num_kept += lasting is not None and lasting[1].tokens is not None
+        for slot in set(step.slots.tolist()):
+            table.tokens[slot, lengths[slot] :] = random.choice(likely, LENGTH - lengths[slot])
+            lengths[slot] += 1
+    assert 50 < num_kept < 150
 
 
 def test_what_the_step_has_sampled_is_not_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,19 @@ def test_columns_over_padding_are_as_if_they_had_been_padded() -> None:
     assert torch.equal(inputs[: words_of(full)], torch.cat([_aligned(each) for each in staging.send(full).values()]))
 
 
+def test_groups_that_are_page_locked_follow_what_is_not() -> None:
+    """Each may be an array or a tensor, and the memory that receives them larger."""
+    head, masks, tokens = np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32), torch.tensor([1, 2, 3], dtype=torch.int32)
+    staging = Staging(CPU, 2)
+    groups = [Group([np.array([4], np.int32)], 1), Group([tokens], 3, is_locked=True), Group([masks], 2, is_locked=True)]
+    wanted = [5, 6, 7, 0, 4, 1, 2, 3, 8, 9]
+    for into in (None, torch.full((16,), -7, dtype=torch.int32)):
+        sent = staging.copy({"head": head, "words": groups}, into)
+        assert sent[: len(wanted)].tolist() == wanted
+        assert into is None or into[len(wanted) :].tolist() == [-7] * 6
+        assert staging.send({"head": head, "words": groups}, into)["words"].tolist() == wanted[4:]
+
+
 def _aligned(sent: torch.Tensor) -> torch.Tensor:
     words = sent.view(torch.int32)
     return torch.cat((words, torch.zeros(-len(words) % 4, dtype=torch.int32)))

@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,10 +18,12 @@ from engine.contracts.steps import NoWorkSpace
 from engine.cuda import adapters, backend, edited_graphs, expert_counts, frames, graphs, model, predicting, sequences, sink
 from engine.cuda.graphs import WARM_UP_STEPS, CaptureSpace, StepGraph, StepGraphs
 from engine.cuda.kernels import linear_choice
+from engine.protocol import SamplingParams
 from loader.sizes.gpu_sizing import CUBLAS_BYTES, LIBRARY_BYTES
+from scheduler.batch.plan import BatchPlan, write_sampling
 from tests.engine.cuda_stand_in import Refused
 from tests.engine.races.device import TORCH
-from tests.engine.races.engine_run import EngineRun, Stepping, run_of
+from tests.engine.races.engine_run import LENGTH, PREDICTS, EngineRun, Life, Stepping, run_of
 from tests.engine.races.schedule import KeptEvent, Lock, Schedule, Stuck
 
 NUM_SEEDS = 50  # of each version of torch
@@ -108,6 +111,43 @@ def test_the_work_space_has_room_for_what_cublas_keeps(monkeypatch: pytest.Monke
     """Runs with all that multiplies keep as many work spaces as are reckoned with, and no more."""
     most = max(len(run_of(seed, "2.11", monkeypatch, kind=LoadsInTurn).device.work_spaces) for seed in range(12))
     assert most * CUBLAS_BYTES == LIBRARY_BYTES
+
+
+class GoesOn(EngineRun):
+    """A run in which most steps are those of sequences with penalties that go on, each read before the next one is launched."""
+
+    reads_first = True
+    _going_on: BatchPlan | None = None
+
+    def _step_of(self, life: Life) -> None:
+        if life.spec.model == PREDICTS or self._random.random() < 0.2:
+            super()._step_of(life)
+            return
+        slots = np.arange(self._random.randint(1, 3), dtype=np.int32)
+        life.table.adapter[slots], ones = -1, np.ones(len(slots), np.int32)
+        for slot in slots.tolist():
+            write_sampling(life.table, slot, SamplingParams(LENGTH, frequency_penalty=0.5), 1, LENGTH)
+        for at in range(4):
+            self._going_on = BatchPlan(1, life.spec.model, slots, ones * np.int32(4 + at), ones, ones > 0)
+            super()._step_of(life)
+            if self.reads_first:
+                self._finish()
+        self._going_on = None
+
+    def _plan(self, life: Life, first_slot: int = 0, most_rows: int = 3) -> BatchPlan:
+        return super()._plan(life, first_slot, most_rows) if self._going_on is None else self._going_on
+
+
+class GoesOnUnread(GoesOn):
+    reads_first = False
+
+
+def test_kept_tokens_are_written_only_once_the_step_before_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: list[str] = []
+    for seed in range(20):
+        assert run_of(seed, "2.13", monkeypatch, kind=GoesOn).faults == [], f"seed {seed}"
+        faults += run_of(seed, "2.13", monkeypatch, kind=GoesOnUnread).faults
+    assert any("writes page-locked memory that copy on default stream may still read" in fault for fault in faults), faults
 
 
 # ---- faults put back
