@@ -91,7 +91,7 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
     """Returns the inputs of a step that computes prompt tokens. tile_tokens: queries in a tile (kernels/triton_extend.py). also:
     indices into the step's T tokens of further tokens whose hidden states are wanted; None: no others."""
     num_new = plan.num_new
-    starts = np.cumsum(num_new, dtype=np.int32) - num_new
+    starts = num_new.cumsum(dtype=np.int32) - num_new
     token_rows = np.arange(len(num_new), dtype=np.int32).repeat(num_new)
     positions = np.arange(len(token_rows), dtype=np.int32)
     positions += (plan.num_computed - starts).take(token_rows)
@@ -122,7 +122,10 @@ def _host_ids(plan: BatchPlan, table: SequenceTable, slots: IntArray, positions:
     if plan.drafted:  # every token was known when the step was planned; drafted tokens are in the table, too
         return table.tokens[slots, positions]
     known = positions < table.num_tokens.take(slots)
-    if not np.count_nonzero(known):
+    num_known = np.count_nonzero(known)
+    if num_known == len(known):
+        return table.tokens[slots, positions]
+    if not num_known:
         return np.full(len(slots), -1, np.int32)
     last = np.int32(table.tokens.shape[1] - 1)
     return np.where(known, table.tokens[slots, np.minimum(positions, last)], np.int32(-1))

@@ -259,7 +259,8 @@ class KnownEdits:
 def asking_rows(rows: SamplingRows) -> IntArray:
     """Returns the indices, ascending, of the rows of a step that have edits or a mask, or want log-probabilities."""
     num_rows = len(rows.temperature)
-    if any(some is not None and len(some.rows) == num_rows for some in (rows.edits, rows.allowed)):
+    num_edited = 0 if rows.edits is None else len(rows.edits.rows)
+    if num_rows in (num_edited, 0 if rows.allowed is None else len(rows.allowed.rows)):
         return np.arange(num_rows, dtype=np.int32)
     asking = np.zeros(num_rows, np.bool_)
     if rows.edits is not None:

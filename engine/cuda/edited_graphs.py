@@ -166,7 +166,9 @@ class EditedGraphs(StepGraphs[int]):
         settings: the rows' sampling settings. part: the edits of their logits."""
         own: dict[str, Column] = {"rows": rows, "places": rows, "slots": slots, **settings, **part.columns}
         if nums is not None:
-            own |= {"wanted": np.where(nums >= 0, self._numbers[: len(nums)], NOBODY), "nums": nums}
+            wanted = self._numbers[: len(nums)].copy()
+            wanted[nums < 0] = NOBODY
+            own |= {"wanted": wanted, "nums": nums}
         return own | {"words": part.words}
 
     def sample(self, columns: Mapping[str, Tensor]) -> StepOutputs:

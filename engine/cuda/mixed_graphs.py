@@ -8,7 +8,6 @@ the number of graphs.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
         replaying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(step, staging, device, room=room, replaying=replaying)
-        self._sizes = dict(zip(sizes, itertools.count(), strict=False))  # with their places in the order of sizes
+        self._sizes = tuple(sizes)
         self._without_gain: set[MixedSize] = set()
         self._needed: Counter[MixedSize] = Counter()  # how often each size was needed and not captured
 
@@ -66,8 +65,8 @@ class MixedGraphs(StepGraphs[MixedSize]):
     def size_for(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
         """Returns the smallest captured size that holds a step of num_tokens tokens, num_rows rows and num_tiles query tiles; None
         if there is none."""
-        holding = (size for size in self.captured if size.holds(num_tokens, num_rows, num_tiles))
-        return min(holding, key=self._sizes.__getitem__, default=None)
+        held = num_tokens, num_rows, num_tiles
+        return next((size for size in self._sizes if size.holds(*held) and size in self.captured), None)
 
     def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
         """Returns the size whose graph should be captured before a step of num_tokens tokens, num_rows rows and num_tiles query

@@ -8,7 +8,7 @@ sequence; padding tokens and tiles belong to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ ROWS = (16, 64, 256)
 PROMPTS = 8
 
 
-@dataclass(slots=True, frozen=True)
-class MixedSize:
+class MixedSize(NamedTuple):
     """A size of padded steps: its number of tokens T, of rows R and of tiles I."""
 
     num_tokens: int

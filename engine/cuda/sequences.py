@@ -47,6 +47,8 @@ class Staging:
         self._device = device
         self._pinned = device.type == "cuda"
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * num_buffers
+        # The part of each buffer that was used last, and its length: most steps use it again, and torch takes long to make another.
+        self._parts = [(0, buffer) for buffer in self._buffers]
         self._copied: list[Any] = [None] * num_buffers
         self._next = 0
 
@@ -67,7 +69,7 @@ class Staging:
 
     def copy(self, columns: Mapping[str, Column], into: Tensor | None, padding: Padding | None = None) -> Tensor:
         """Copies columns (named arrays, such as a step's inputs) to the device, and returns the int32 memory that received them,
-        one after the other. into: the memory to use; None: new memory is allocated.
+        one after the other, at its beginning. into: the memory to use; None: new memory is allocated.
         padding: the columns of a step that is padding only; the result has these columns in their order. A column that `columns`
         lacks is taken from the padding. A column that is shorter in `columns` than in the padding ends with the padding's last
         values. None: exactly `columns` are copied."""
@@ -82,9 +84,11 @@ class Staging:
         self._next = (number + 1) % len(self._buffers)
         if self._copied[number] is not None:
             self._copied[number].synchronize()
-        if len(self._buffers[number]) < num_words:
-            self._buffers[number] = self.page_locked(2 * num_words)
-        buffer = self._buffers[number][:num_words]
+        if self._parts[number][0] != num_words:
+            if len(self._buffers[number]) < num_words:
+                self._buffers[number] = self.page_locked(2 * num_words)
+            self._parts[number] = num_words, self._buffers[number][:num_words]
+        buffer = self._parts[number][1]
         words = buffer.numpy()
         words[: len(head)] = head
         at = len(head)
@@ -93,8 +97,8 @@ class Staging:
                 np.concatenate(arrays, out=words[at : at + num].view(arrays[0].dtype))
                 at += num
         end = len(head) + _aligned(num_words - len(head) + num_words_in(locked))
-        target = torch.empty(end, dtype=torch.int32, device=self._device) if into is None else into[:end]
-        target[:num_words].copy_(buffer, non_blocking=True)
+        target = torch.empty(end, dtype=torch.int32, device=self._device) if into is None else into
+        (target if target.numel() == num_words else target[:num_words]).copy_(buffer, non_blocking=True)
         at = num_words
         for (source,), num, _ in locked:
             from_there = torch.from_numpy(source) if isinstance(source, np.ndarray) else source
@@ -140,10 +144,8 @@ def _laid_out(columns: Mapping[str, Column]) -> bytes:
 
 def _pieces(columns: Mapping[str, Column]) -> list[Group]:
     """Returns the groups of the column that is a list of groups; [] if all columns are arrays."""
-    for column in columns.values():
-        if not isinstance(column, np.ndarray):
-            return column
-    return []
+    last = list(columns.values())[-1:]
+    return [] if not last or isinstance(last[0], np.ndarray) else last[0]
 
 
 def num_words_in(pieces: list[Group]) -> int:

@@ -44,7 +44,7 @@ class LogprobCollector:
         """Adds the log-probabilities of M sampling rows. rows [M]: the rows' indices. chosen [M]: the log-probabilities of the
         sampled tokens. top_ids, top [M, K]: ids and log-probabilities of the most likely tokens, of which each row keeps only as
         many as it wants."""
-        counts = np.minimum(self._num_top[rows], np.int32(top.shape[1]))
+        counts = np.minimum(self._num_top.take(rows), np.int32(top.shape[1]))
         if len(rows) and np.count_nonzero(counts == counts[0]) == len(rows):  # slices take a fraction of the time of picked items
             top_ids, top = top_ids[:, : counts[0]].reshape(-1), top[:, : counts[0]].reshape(-1)
         else:
@@ -62,7 +62,7 @@ class LogprobCollector:
         if not len(rows):
             return None
         return TokenLogprobs(
-            request_ids=self._request_ids[rows].tolist(),
+            request_ids=self._request_ids.take(rows).tolist(),
             chosen=_rounded(chosen).tolist(),
             counts=counts.tolist(),
             top_ids=top_ids.tolist(),
@@ -154,4 +154,4 @@ def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | Non
 
 def _rounded(values: FloatArray) -> Any:
     """Returns the values as float64, rounded to DECIMALS decimal places, so that they print with no more digits."""
-    return np.round(values.astype(np.float64), DECIMALS)
+    return values.astype(np.float64).round(DECIMALS)

@@ -114,7 +114,7 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
         of_rows = (slots, position, early) if len(which) == len(slots) else (slots[which], position[which], early[which])
         rows.edits = LogitEdits(which, *of_rows, table, eos_token_ids, vocab_size)
     num_top: IntArray = table.num_logprobs.take(slots)
-    if num_top.max() >= 0:
+    if np.count_nonzero(num_top >= 0):
         rows.num_top = num_top
     return rows
 
