@@ -1,7 +1,8 @@
 """Makes the columns (arrays of per-row or per-edit values) that the host sends to a GPU for the rows of a step whose logits are
 edited: penalties, biases, banned ids and masks. kernels/triton_logits.py reads them. Nothing here loops over tokens in Python.
 
-A large step is divided into ranges of rows. One copy to the device describes all edited rows of a range (EditedPart).
+A large step is divided into ranges of rows. One copy to the device describes all edited rows of a range (EditedPart). Masks and
+tokens that lie in page-locked memory take a copy each besides.
 
 Shapes: N sampling rows, E edits (one for each row with penalties, a bias or banned ids), S slots, W words of a mask, M rows that
 have masks.
