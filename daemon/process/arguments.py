@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -16,15 +18,23 @@ _UNKNOWN_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose f
 class ArgumentParser(argparse.ArgumentParser):
     """An argparse parser that reports an error on one line and exits with EXIT_USAGE. Its sub-parsers are of this class, too."""
 
+    _first_flags: Sequence[str] = ()  # the words that parse_args was given before the first that is not a flag
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Returns the parsed arguments; the parameters are argparse's. Exits with an error for an argument that is not accepted.
         That error comes from the parser of the given command, which suggests the command's own flags."""
+        words = sys.argv[1:] if args is None else args
+        self._first_flags = list(itertools.takewhile(lambda word: word.startswith("-"), words))
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._command(found)._refuse(unknown[0])
         return found
 
     def error(self, message: str) -> NoReturn:
+        if _UNKNOWN_CHOICE.match(message) is not None:  # perhaps the value of a flag that there is not
+            for word in self._first_flags:
+                if not any(flag.startswith(word.partition("=")[0]) for flag in self._flags()):  # argparse takes beginnings of flags
+                    self._refuse(word)
         self.exit(EXIT_USAGE, f"{self.prog}: {self._plain(message)}\n")
 
     def _command(self, found: argparse.Namespace) -> ArgumentParser:
@@ -40,9 +50,11 @@ class ArgumentParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             text = f"{word!r} is one word too many; `{self.prog} --help` tells what it takes"
         else:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            text = f"there is no {word}{_near(word.partition('=')[0], flags)}; `{self.prog} --help` lists what there is"
+            text = f"there is no {word}{_near(word.partition('=')[0], self._flags())}; `{self.prog} --help` lists what there is"
         self.exit(EXIT_USAGE, f"{self.prog}: {text}\n")
+
+    def _flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
 
     def _plain(self, message: str) -> str:
         choice = _UNKNOWN_CHOICE.match(message)

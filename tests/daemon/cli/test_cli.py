@@ -57,6 +57,8 @@ def test_usage() -> None:
     ("args", "said"),
     [
         (("bogus",), "COMMAND: 'bogus' is none of ps, models, "),
+        (("--socket", "/run/x.sock", "ps"), "there is no --socket; `hearth --help` lists what there is"),
+        (("--js", "bogus"), "COMMAND: 'bogus' is none of ps, models, "),
         (("statsu",), "COMMAND: 'statsu' is unknown; did you mean status?"),
         (("unpin", "a", "--no-wait"), "hearth unpin: there is no --no-wait; `hearth unpin --help` lists what there is"),
         (("load", "a", "--no-wiat"), "hearth load: there is no --no-wiat; did you mean --no-wait?"),
