@@ -141,8 +141,8 @@ def test_one_that_is_installed_is_used(library: StandIn, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("gpu", "error", "lacks", "why"),
     [
-        (120, None, "", "it has no kernels for compute capability 12.0"),
-        (75, None, "", "it has no kernels for compute capability 7.5"),
+        (120, None, "", "it is not used on GPUs of compute capability 12.0"),
+        (89, None, "", "it is not used on GPUs of compute capability 8.9"),
         (90, ImportError("undefined symbol: _ZN3c10"), "", "ImportError: undefined symbol: _ZN3c10"),
         (90, None, "Tensor? seqused_q=None, ", "ValueError: its operator has no seqused_q"),
         (90, None, ARGUMENTS, "AttributeError: "),
