@@ -39,6 +39,8 @@ CASE: KeyCase = next(case for case in KEY_CASES if case.name == "qwen3 norms at 
 TRIAL = Trial(EXTEND_KERNEL, 4, 2, 64, "float16", "float16", BLOCK_TOKENS, tries_flash=True)
 FLASH = TRIAL.entry.tile._replace(flash=True)
 VERSION = "3.0.1"
+LIBRARY = Path(__file__)  # its size and time are those of the library
+BUILD = f"{VERSION}-{LIBRARY.stat().st_size:x}-{LIBRARY.stat().st_mtime_ns:x}"
 
 
 @pytest.fixture
@@ -56,8 +58,8 @@ def own_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     flash_attention.version.cache_clear()
 
 
-def install(patch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-    """Makes the library look installed. error: raised when it is loaded."""
+def install(patch: pytest.MonkeyPatch, error: Exception | None = None, library: Path = LIBRARY) -> None:
+    """Makes the library look installed. error: raised when it is loaded. library: its file."""
 
     def version(name: str) -> str:
         assert name == "flash_attn_3"
@@ -66,7 +68,9 @@ def install(patch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
     def load(name: str) -> ModuleType:
         if error is not None:
             raise error
-        return ModuleType(name)
+        module = ModuleType(name)
+        module.__file__ = str(library)
+        return module
 
     patch.setattr(importlib.metadata, "version", version)
     patch.setattr(importlib, "import_module", load)
@@ -133,9 +137,20 @@ def test_one_that_is_not_installed_is_not_mentioned(tmp_path: Path, caplog: pyte
 def test_one_that_is_installed_is_used(library: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     version, mark = usable_flash(tmp_path, HOPPER)
-    assert version == VERSION
+    assert version == BUILD
     assert mark is not None
     assert not mark.exists()
+
+
+def test_builds_of_one_version_are_different_libraries(library: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention had the version 3.0.0b1 from May 2025 to January 2026, and options of a build leave kernels out."""
+    file, found = tmp_path / "_C.abi3.so", set()
+    for text in ("one", "other"):
+        file.write_text(text)
+        install(monkeypatch, library=file)
+        flash_attention.version.cache_clear()
+        found.add(usable_flash(tmp_path, HOPPER))
+    assert len({version for version, _ in found}) == len({mark for _, mark in found}) == 2
 
 
 @pytest.mark.parametrize(
@@ -279,7 +294,7 @@ def test_an_engine_that_ends_in_the_comparison_does_so_once(
     (mark,) = tmp_path.glob("flash-attention-*")
     (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert line == (
-        f"FlashAttention {VERSION} is not used: an engine ended while it compared its results; to try again, delete {mark}"
+        f"FlashAttention {BUILD} is not used: an engine ended while it compared its results; to try again, delete {mark}"
     )
     mark.unlink()
     last = Engine(tmp_path, monkeypatch)

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.metadata
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,8 +43,9 @@ ARGUMENTS = {
 
 @functools.cache
 def version(gpu: int) -> str:
-    """Returns the version of FlashAttention 3 that can be used on a GPU; "": none can. The first call loads the library; the log
-    says why if one is installed that cannot be used. gpu: the compute capability, 90 for 9.0."""
+    """Returns the version of FlashAttention 3 that can be used on a GPU, with the size and time of its library, since builds of
+    different sources and options have the same version; "": none can. The first call loads the library; the log says why if one is
+    installed that cannot be used. gpu: the compute capability, 90 for 9.0."""
     try:
         found = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -53,14 +55,14 @@ def version(gpu: int) -> str:
         # as a whole step has, which a comparison of one row does not show.
         if gpu != HOPPER:
             raise ValueError(f"it is not used on GPUs of compute capability {gpu // 10}.{gpu % 10}")
-        importlib.import_module(OPERATORS)
+        library = Path(str(importlib.import_module(OPERATORS).__file__)).stat()
         taken = {argument.name for argument in torch.ops.flash_attn_3.fwd.default._schema.arguments}
         if lacking := ARGUMENTS - taken:
             raise ValueError(f"its operator has no {', '.join(sorted(lacking))}")
     except Exception as error:  # what other people's code raises while it is imported
         log.warning("%s %s is installed but not used: %s: %s", PACKAGE, found, type(error).__name__, error)
         return ""
-    return found
+    return f"{found}-{library.st_size:x}-{library.st_mtime_ns:x}"
 
 
 def takes(head_dim: int, reach: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> bool:
