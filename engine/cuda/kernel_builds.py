@@ -106,7 +106,7 @@ class CudaKernelBuilds:
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         of_gpu = (self._block_tokens, self._capability, self._folder)
-        own = [one._replace(tile=one.tile._replace(flash=False)) for one in tiles.in_use()]
+        own = [one._replace(tile=one.tile._replace(flash="")) for one in tiles.in_use()]
         return msgspec.json.encode(CompileJob(settings, shape, *of_gpu, adapters, own, trials, has_flash))
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:

@@ -348,14 +348,14 @@ def _row(row: list[Any]) -> MeasuredTile:
     kernel, head_dim, item_bytes, fp8, group, sizes = row
     one = MeasuredTile(kernel, head_dim, item_bytes, fp8, group, Tile(*sizes))
     entry = tiles.entry_of(*one[:4])
-    if one.tile._replace(flash=False) not in (entry.tile, *entry.others):
+    if one.tile._replace(flash="") not in (entry.tile, *entry.others):
         raise ValueError(f"{_told(one.tile)} is none of the tiles of {kernel} with heads of {head_dim}")
     return one
 
 
 def _told(tile: Tile) -> str:
     told = f"{tile.tokens} x {tile.positions}, {tile.warps} warps, {tile.stages} stages{', joining pieces' if tile.joins else ''}"
-    return f"FlashAttention beside {told}" if tile.flash else told
+    return f"FlashAttention (heads of {tile.flash}) beside {told}" if tile.flash else told
 
 
 def measured_on(device: torch.device, num_cores: int) -> Measure:

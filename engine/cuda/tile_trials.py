@@ -92,7 +92,8 @@ class Trial(NamedTuple):
         the kernel cannot combine split-K parts. With tries_flash, then each of them once more with `flash`."""
         can_join = triton_decode.joins_pieces(self.group, self.head_dim)
         own = (self.entry.tile, *(tile for tile in self.entry.others if can_join or not tile.joins))
-        return *own, *(tile._replace(flash=True) for tile in own if self.tries_flash)
+        flash = flash_attention.kind(self.head_dim, self.dtype)
+        return *own, *(tile._replace(flash=flash) for tile in own if self.tries_flash)
 
     def __str__(self) -> str:
         what, group = ("prompts", "") if self.kernel == EXTEND_KERNEL else ("decode steps", f" in groups of {self.group}")

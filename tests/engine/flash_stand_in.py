@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cuda.kernels import tiles
+from engine.cuda.kernels import flash_attention, tiles
 from engine.cuda.kernels.tiles import EXTEND_KERNEL, MeasuredTile
 
 ARGUMENTS = (
@@ -86,7 +86,8 @@ def stand_in(arguments: str = ARGUMENTS) -> Iterator[StandIn]:
 def flash_chosen(head_dim: int, dtype: torch.dtype) -> Iterator[StandIn]:
     """Returns a context in which the stand-in computes prompts with heads of this size."""
     place = (EXTEND_KERNEL, tiles.padded(head_dim), dtype.itemsize, False)
-    tiles.use([MeasuredTile(*place, 0, tiles.entry_of(*place).tile._replace(flash=True))])
+    kind = flash_attention.kind(head_dim, str(dtype).removeprefix("torch."))
+    tiles.use([MeasuredTile(*place, 0, tiles.entry_of(*place).tile._replace(flash=kind))])
     try:
         with stand_in() as made:
             yield made

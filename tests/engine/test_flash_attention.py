@@ -37,7 +37,7 @@ pytestmark = [
 ]
 CASE: KeyCase = next(case for case in KEY_CASES if case.name == "qwen3 norms at odd places")  # heads of 128 in bfloat16
 TRIAL = Trial(EXTEND_KERNEL, 4, 2, 64, "float16", "float16", BLOCK_TOKENS, tries_flash=True)
-FLASH = TRIAL.entry.tile._replace(flash=True)
+FLASH = TRIAL.entry.tile._replace(flash="64 float16")
 VERSION = "3.0.1"
 LIBRARY = Path(__file__)  # its size and time are those of the library
 BUILD = f"{VERSION}-{LIBRARY.stat().st_size:x}-{LIBRARY.stat().st_mtime_ns:x}"
@@ -124,6 +124,18 @@ def test_a_model_has_the_same_logits(tmp_path: Path) -> None:
 )
 def test_it_is_used_for_what_was_compared(kind: dict[str, Any], is_taken: bool) -> None:
     assert flash_attention.takes(**({"head_dim": 128} | kind)) is is_taken
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "is_used"), [(64, "float16", True), (64, "bfloat16", False), (40, "float16", False)])
+def test_it_computes_the_kind_of_prompts_that_was_compared(
+    library: StandIn, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: str, is_used: bool
+) -> None:
+    """Other heads and types share the tile, but have kernels of their own in the library, or none in some builds."""
+    monkeypatch.setattr(tile_trials, "PROMPT_TOKENS", 40)
+    trial = TRIAL._replace(head_dim=head_dim, dtype=dtype, kv_dtype=dtype)
+    assert trial.place == TRIAL.place
+    tile_trials.launching(trial, "cpu", 1, [FLASH])[FLASH]()
+    assert library.num_calls == is_used
 
 
 # ---- whether it can be used
@@ -237,12 +249,13 @@ def test_it_is_used_by_the_next_engine_where_it_is_faster(
     assert engine.mark is not None
     assert not engine.mark.exists()
     assert chosen() == own, "nothing changes in the engine that measured"
-    told = "FlashAttention beside 128 x 128, 8 warps, 2 stages takes 0.50 of the time of 128 x 128, 8 warps, 2 stages"
+    size = "128 x 128, 8 warps, 2 stages"
+    told = f"FlashAttention (heads of 128 bfloat16) beside {size} takes 0.50 of the time of {size}"
     assert (told in caplog.text) is wins
     caplog.clear()
     again = Engine(tmp_path, monkeypatch)
-    assert chosen() == own._replace(flash=wins)
-    assert ("extend 128: FlashAttention beside 128 x 128, 8 warps, 2 stages" in caplog.text) is wins
+    assert chosen() == own._replace(flash="128 bfloat16" if wins else "")
+    assert ("extend 128: FlashAttention (heads of 128 bfloat16) beside 128 x 128, 8 warps, 2 stages" in caplog.text) is wins
     assert not again.choice.of_model(CASE.spec, CASE.shape).num_open, "measured once"
 
 
@@ -268,7 +281,7 @@ def test_wrong_results_and_refusals_exclude_it(
     engine.run()
     assert engine.mark is not None
     assert not engine.mark.exists()
-    assert "FlashAttention beside 128 x 128, 8 warps, 2 stages has other results" in caplog.text
+    assert "FlashAttention (heads of 128 bfloat16) beside 128 x 128, 8 warps, 2 stages has other results" in caplog.text
     assert ("FlashAttention refuses it: This flash attention build" in caplog.text) is isinstance(outcome, Exception)
     again = Engine(tmp_path, monkeypatch)
     again.run()
@@ -341,7 +354,7 @@ def test_other_processes_compile_the_kernel_that_it_replaces(tmp_path: Path) -> 
     tile = tiles.entry_of(EXTEND_KERNEL, 128, HALF, False).tile
     builds = CudaKernelBuilds(str(tmp_path), HOPPER, BLOCK_TOKENS, 1, lambda news: None)
     jobs = []
-    for flash in (False, True):
+    for flash in ("", "128 bfloat16"):
         tiles.use([MeasuredTile(EXTEND_KERNEL, 128, HALF, False, 0, tile._replace(flash=flash))])
         jobs.append(builds._job(CASE.spec, CASE.shape))
     assert jobs[0] == jobs[1]

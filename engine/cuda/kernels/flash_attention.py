@@ -65,6 +65,12 @@ def version(gpu: int) -> str:
     return f"{found}-{library.st_size:x}-{library.st_mtime_ns:x}"
 
 
+def kind(head_dim: int, dtype: str) -> str:
+    """Returns the kind of prompts that has a kernel of its own, compared and measured for itself: the head size and the type of
+    numbers. Builds leave out kernels of some sizes and types. dtype: its name."""
+    return f"{head_dim} {dtype}"
+
+
 def takes(head_dim: int, reach: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> bool:
     """Returns whether the library computes attention of this kind where it is chosen: with heads of a size for which it has
     kernels, and, as it was compared and measured, without a window or chunks (reach; see triton_decode.first_seen), a softcap and

@@ -28,20 +28,20 @@ class Tile(NamedTuple):
     joins: whether the decode kernel combines the split-K parts ("pieces") of a row itself, instead of leaving that to a second
     kernel (triton_decode.py). In the table only alternatives (Entry.others) have it, because it relies on the order in which a GPU
     makes writes to memory visible, and so must be tested on the GPU first.
-    flash: whether FlashAttention computes prompts where it can (flash_attention.py), and the kernel only what it does not take. The
-    table has no such tile."""
+    flash: the kind of prompts (flash_attention.kind) that FlashAttention computes where it can, and the kernel only what is left;
+    "": none. The table has no such tile."""
 
     tokens: int
     positions: int
     warps: int
     stages: int
     joins: bool = False
-    flash: bool = False
+    flash: str = ""
 
     @property
     def size(self) -> Tile:
         """The tile without `joins` and `flash`."""
-        return self._replace(joins=False, flash=False)
+        return self._replace(joins=False, flash="")
 
 
 class Entry(NamedTuple):
