@@ -46,7 +46,8 @@ from loader.threads import Thread
 
 log = logging.getLogger("engine")
 
-SOURCES = tuple(Path(str(module.__file__)) for module in (tiles, triton_decode, triton_extend, triton_fp8, triton_softmax))
+_MODULES = (tiles, flash_attention, triton_decode, triton_extend, triton_fp8, triton_softmax)
+SOURCES = tuple(Path(str(module.__file__)) for module in _MODULES)
 
 NOT_KEPT = "the measured tiles of attention are not kept for the next engine: %s: %s"
 JOINED_TURNS = 4  # in which the results of a form that joins pieces are compared: 128 launches (tile_trials.LAUNCHES)

@@ -360,6 +360,11 @@ def test_other_processes_compile_the_kernel_that_it_replaces(tmp_path: Path) -> 
     assert jobs[0] == jobs[1]
 
 
+def test_another_call_of_it_is_compared_anew() -> None:
+    """What its first form excluded for good may be right in the next."""
+    assert Path(str(flash_attention.__file__)) in tile_choice.SOURCES
+
+
 def test_what_takes_no_memory_to_measure_is_measured(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_trials, "PROMPT_TOKENS", 40)
     monkeypatch.setattr(linear_choice, "FLUSH_BYTES", 64)
