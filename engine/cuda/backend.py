@@ -21,7 +21,7 @@ from engine.contracts.loads import KernelNews
 from engine.cuda.begins import DeviceBegins
 from engine.cuda.collectives import Connects
 from engine.cuda.frames import DeviceFrames, device_frames
-from engine.cuda.graphs import give_back_memory
+from engine.cuda.graphs import captured, give_back_memory
 from engine.cuda.kept_models import KeptModels
 from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.model import CudaModel
@@ -124,7 +124,8 @@ class CudaBackend:
             flash, flash_mark = usable_flash(folder, capability)
             path = choice_file(folder, f"{gpu.name} {major}.{minor}", flash)
             builds = partial(self._builds.build_trials, has_flash=flash_mark is not None)
-            tries = measured_on(device, gpu.multi_processor_count), compared_on(device, gpu.multi_processor_count)
+            of_device = (device, gpu.multi_processor_count)
+            tries = measured_on(*of_device), compared_on(*of_device, partial(captured, device))
             self._tile_choice = TileChoice(path, self._options.block_tokens, builds, *tries, flash_mark)
             self._tile_choice.begin()
 

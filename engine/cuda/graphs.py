@@ -32,6 +32,7 @@ from engine.memory.out_of_memory import lacks_memory
 log = logging.getLogger("engine")
 
 Size = TypeVar("Size", bound=Hashable)
+Result = TypeVar("Result")
 
 WARM_UP_STEPS = 2  # steps before a capture, in which kernels are compiled and libraries allocate memory that they keep
 RETRY_S = 60.0  # time after which a graph that found no memory is tried again; doubles with each further refusal
@@ -118,7 +119,7 @@ class CaptureSpace:
         torch.mm(square, square)  # creates the thread's cuBLAS handle, which must not happen within a capture
         self._record(self._first, lambda: torch.mm(square, square))
 
-    def capture(self, work: Callable[[], StepOutputs]) -> tuple[Any, StepOutputs, int]:
+    def capture(self, work: Callable[[], Result]) -> tuple[Any, Result, int]:
         """Captures everything that `work` launches. Returns the graph, the result of `work`, and the number of bytes by which the
         memory pool grew. Raises RuntimeError if called in another thread than the one that made this object."""
         if threading.get_ident() != self._thread:
@@ -137,7 +138,7 @@ class CaptureSpace:
         """Destroys the graphs that were passed to `drop`. Called by the thread that captures."""
         self._dropped.clear()
 
-    def _record(self, graph: Any, work: Callable[[], Any]) -> Any:
+    def _record(self, graph: Any, work: Callable[[], Result]) -> Result:
         with _recording, torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads load and copy meanwhile
             try:
@@ -159,6 +160,12 @@ def _capture_space(device: torch.device) -> CaptureSpace:
     if _space is None:
         _space = CaptureSpace(device)
     return _space
+
+
+def captured(device: torch.device, work: Callable[[], None]) -> Any:
+    """Captures what `work` launches in the way in which steps are captured, and returns the graph."""
+    graph, _, _ = _capture_space(device).capture(work)
+    return graph
 
 
 @dataclass(slots=True, frozen=True)

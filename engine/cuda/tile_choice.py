@@ -57,6 +57,7 @@ Measure = Callable[[Trial, Sequence[Tile]], Mapping[Tile, list[float]] | None]
 # Whether a tile has the results of the table's tile; None: there was no memory to compare them.
 Compare = Callable[[Trial, Tile], bool | None]
 Compile = Callable[[LoadModel, ModelShape], bool]
+Capture = Callable[[Callable[[], None]], Any]  # captures what the function launches, and returns the graph
 
 
 class _Contest:
@@ -377,11 +378,15 @@ def measured_on(device: torch.device, num_cores: int) -> Measure:
     return measure
 
 
-def compared_on(device: torch.device, num_cores: int) -> Compare:
+def compared_on(device: torch.device, num_cores: int, capture: Capture | None = None) -> Compare:
     """Returns a function that compares a tile's results with those of the table's tile on this GPU, which has num_cores
     multiprocessors. The function returns whether the tile's results are right, or None if there is not enough free memory. It first
     keeps the device busy with other work until the host has launched the first kernels to compare, so that these run close after
-    each other."""
+    each other.
+
+    capture: captures the launches of FlashAttention, so that the results of replays are compared too; None: they are not. A capture
+    is on a stream of its own, where some builds of the library fail, and a second replay finds what the first has left in the
+    library's work space."""
 
     def compare(trial: Trial, tile: Tile) -> bool | None:
         try:
@@ -390,7 +395,14 @@ def compared_on(device: torch.device, num_cores: int) -> Compare:
             for _ in range(linear_choice.HEAD_START):
                 flush.zero_()
             comparison.launch()
-            return comparison.is_right()
+            is_right = comparison.is_right()
+            if is_right and tile.flash and capture is not None:
+                graph = capture(comparison.launch)
+                for _ in range(2):
+                    comparison.forget()
+                    graph.replay()
+                    is_right &= comparison.is_right()
+            return is_right
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise

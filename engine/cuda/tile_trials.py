@@ -243,6 +243,11 @@ class Comparison:
         for call in self._calls:
             call()
 
+    def forget(self) -> None:
+        """Removes the results of the tile under test."""
+        for found in self._found:
+            found.zero_()
+
     def is_right(self) -> bool:
         """Returns whether the tile under test had the right results in all launches. Waits for the device."""
         right = [self._is_near(found, self._wanted[at % 2]) for at, found in enumerate(self._found[:2])]

@@ -321,6 +321,13 @@ def test_graphs_are_captured_when_all_before_them_are_gone(tmp_path: Path, stand
     assert list(model.graphs.captured) == [4]
 
 
+def test_other_work_is_captured_as_steps_are(stand_in_graphs: None) -> None:
+    done: list[int] = []
+    graph = graphs.captured(torch.device("cpu"), lambda: done.append(1))
+    assert done == [1]
+    assert StandInGraph.captured[1:] == [graph], "after the one that keeps the pool open"
+
+
 def test_graph_row_counts_are_few_and_not_much_larger() -> None:
     sizes = [graph_rows(n) for n in range(1, 257)]
     assert all(n <= size <= 2 * n for n, size in enumerate(sizes, start=1))

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,26 @@ def test_a_model_has_the_same_logits(tmp_path: Path) -> None:
 )
 def test_it_is_used_for_what_was_compared(kind: dict[str, Any], is_taken: bool) -> None:
     assert flash_attention.takes(**({"head_dim": 128} | kind)) is is_taken
+
+
+@pytest.mark.parametrize(("num_replays", "is_right"), [(2, True), (1, False), (0, False)])
+def test_its_results_in_graphs_are_those_of_the_kernel(
+    library: StandIn, monkeypatch: pytest.MonkeyPatch, num_replays: int, is_right: bool
+) -> None:
+    """Each replay has to compute them, whatever the one before has left. Results of our own tiles are compared without graphs."""
+    compare_little(monkeypatch, (0, 3))
+    captured: list[Any] = []
+
+    def capture(work: Callable[[], None]) -> SimpleNamespace:
+        captured.append(work)
+        replays = iter([work] * num_replays)
+        return SimpleNamespace(replay=lambda: next(replays, lambda: None)())
+
+    compare = compared_on(torch.device("cpu"), 1, capture)
+    assert compare(TRIAL, FLASH) is is_right
+    assert len(captured) == 1
+    assert compare(TRIAL, FLASH.size) is True
+    assert len(captured) == 1
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "is_used"), [(64, "float16", True), (64, "bfloat16", False), (40, "float16", False)])

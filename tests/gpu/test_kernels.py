@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from engine.cuda.graphs import captured
 from engine.cuda.kernels import flash_attention
 from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL
 from engine.cuda.tile_choice import JOINED_TURNS, compared_on
@@ -73,6 +76,7 @@ def test_flash_attention_has_the_kernels_results(dtype: str, heads: int, kv_head
     device, (major, minor) = torch.device("cuda"), torch.cuda.get_device_capability()
     if not flash_attention.version(10 * major + minor):
         pytest.skip("flash_attn_3 is not installed, or not used on this GPU")
-    compare = compared_on(device, torch.cuda.get_device_properties(device).multi_processor_count)
+    num_cores = torch.cuda.get_device_properties(device).multi_processor_count
+    compare = compared_on(device, num_cores, partial(captured, device))
     trial = Trial(EXTEND_KERNEL, heads, kv_heads, head_dim, dtype, dtype, 16, tries_flash=True)
     assert compare(trial, trial.entry.tile._replace(flash=flash_attention.kind(head_dim, dtype))) is True
