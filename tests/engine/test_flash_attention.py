@@ -146,6 +146,21 @@ def test_its_results_in_graphs_are_those_of_the_kernel(
     assert len(captured) == 1
 
 
+def test_a_lack_of_memory_is_told_as_one(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's error has only the name of a call in it, and would end the engine."""
+    monkeypatch.setattr(tile_trials, "PROMPT_TOKENS", 40)
+    call = tile_trials.launching(TRIAL, "cpu", 1, [FLASH])[FLASH]
+
+    def new_empty(tensor: torch.Tensor, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        assert (sizes, dtype) == ((TRIAL.heads, 40), torch.float32)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    with pytest.raises(torch.OutOfMemoryError):
+        call()
+    assert library.num_calls == 0
+
+
 @pytest.mark.parametrize(("head_dim", "dtype", "is_used"), [(64, "float16", True), (64, "bfloat16", False), (40, "float16", False)])
 def test_it_computes_the_kind_of_prompts_that_was_compared(
     library: StandIn, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: str, is_used: bool

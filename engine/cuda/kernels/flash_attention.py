@@ -97,6 +97,8 @@ def extend_attention(
     num_tokens, head_dim = len(qkv), kv.shape[5]
     if tiles.prompt_rows is None:
         tiles.prompt_rows = _prompt_rows(tiles, num_tokens)
+    # What the library takes next. Its builds for torch's stable ABI do not say in the error that it is memory that lacks.
+    qkv.new_empty(heads, num_tokens, dtype=torch.float32)
     keys, values = (kv[:, layer, of].transpose(1, 2) for of in range(2))  # [blocks, block_tokens, G, D]
     torch.ops.flash_attn_3.fwd(
         qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim)),
