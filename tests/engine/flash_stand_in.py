@@ -1,5 +1,5 @@
 """A stand-in for FlashAttention 3: an operator of the same name and arguments that computes on CPU tensors, and refuses what the
-real one refuses (`mha_fwd` in hopper/flash_api.cpp of https://github.com/Dao-AILab/flash-attention).
+real one refuses (`mha_fwd` in hopper/flash_api.cpp of https://github.com/Dao-AILab/flash-attention), except float32.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class StandIn:
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == out.stride(-1) == 1
         assert out.shape == q.shape
         assert q.shape[1] % k.shape[2] == 0
+        assert q.shape[2] == k.shape[3] <= 256
+        assert q.shape[2] % 8 == 0
         assert k.shape == v.shape
         for row in range(num_rows):
             self._attend(q, k, v, out, int(bounds[row]), int(num_new[row]), int(contexts[row]), table[rows[row]], given)
