@@ -286,8 +286,8 @@ def extend_attention(
     arguments, or with FlashAttention, if that is chosen for this kind of prompts and takes such attention."""
     head_dim = kv.shape[5]
     tile = tiles.extend_tile(head_dim, qkv.element_size(), scales is not None)
-    is_chosen = tile.flash == flash_attention.kind(head_dim, str(qkv.dtype).removeprefix("torch."))
-    if is_chosen and flash_attention.takes(head_dim, reach, softcap, sinks):
+    chosen = tile.flash and tile.flash == flash_attention.kind(head_dim, str(qkv.dtype).removeprefix("torch."))
+    if chosen and flash_attention.takes(head_dim, reach, softcap, sinks):
         flash_attention.extend_attention(qkv, kv, layer, heads, block_table, table_rows, query_tiles, contexts, scale, out)
         return
     triton_extend.extend_attention(
