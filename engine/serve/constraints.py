@@ -39,6 +39,7 @@ from engine.serve.served_models import ServedModel
 from scheduler.batch.drafting import MOST_DRAFTED
 from scheduler.batch.plan import BatchPlan, StepOutcome
 from scheduler.batch.request import BatchRequest
+from scheduler.fair_queue import FairQueue
 
 log = logging.getLogger("engine")
 
@@ -95,6 +96,8 @@ class ModelGrammars:
     opened: whether the process has loaded the model's tokenizer.
     num_awaited: number of requests in the batch scheduler whose next mask the process owes.
     starts, advances: the answers to Start and to Advance that the process owes; it works on both kinds at once.
+    parked: requests that have no row yet. They wait until the process has opened, reads and has a free row, and rows go to tenants
+    in turns. parked_again: requests that a process before this one has followed, and that keep their rows.
     since_s: when the process last showed that it reads its messages or, if that was later, when it was started or got a request
     after having none."""
 
@@ -105,7 +108,8 @@ class ModelGrammars:
     opened: bool = False
     starts: Owed = field(default_factory=Owed)
     advances: Owed = field(default_factory=Owed)
-    parked: deque[Constrained] = field(default_factory=deque)  # until the process has opened, reads and has a free row
+    parked: FairQueue = field(default_factory=FairQueue)
+    parked_again: deque[Constrained] = field(default_factory=deque)
     by_id: dict[int, Constrained] = field(default_factory=dict)
     by_key: dict[int, Constrained] = field(default_factory=dict)
     num_awaited: int = 0
@@ -114,7 +118,7 @@ class ModelGrammars:
         """Returns since when requests have waited for an answer of the process, or for the process to read messages; inf if none
         waits."""
         waits = [owed.since_s for owed in (self.starts, self.advances) if owed.keys]
-        if self.parked and (not self.opened or self.port.backlog_bytes):
+        if (self.parked or self.parked_again) and (not self.opened or self.port.backlog_bytes):
             waits.append(self.since_s)
         return min(waits, default=inf)
 
@@ -130,6 +134,19 @@ class ModelGrammars:
             return [each for each in self.by_id.values() if each.owed is not None]
         starts, advances = (owed.keys if owed.since_s <= hangs_since_s else () for owed in (self.starts, self.advances))
         return [self.by_key[key] for key in (*islice(starts, 1), *advances)]
+
+    def next_parked(self) -> Constrained | None:
+        """Takes the next request to be sent to the process from those that are parked, and gives it a row if it has none. Returns
+        None if none is parked or no row is free."""
+        if self.parked_again:
+            return self.parked_again.popleft()
+        request_id = self.parked.first() if self.free_rows else None
+        if request_id is None:
+            return None
+        self.parked.take(request_id)
+        each = self.by_id[request_id]
+        each.row = heapq.heappop(self.free_rows)
+        return each
 
 
 @dataclass(slots=True, frozen=True)
@@ -197,7 +214,7 @@ class Constraints:
         request.constrained = True
         each = Constrained(next(self._keys), request, params, list(output), text_id)
         grammars.by_id[request.request_id] = grammars.by_key[each.key] = each
-        grammars.parked.append(each)
+        grammars.parked.add(request.request_id, 1.0, request.tenant, request.weight, request.priority)
         self._start_parked(grammars)
         return []
 
@@ -211,10 +228,12 @@ class Constraints:
             return
         del grammars.by_key[each.key]
         self._settle(grammars, each)
-        if each.row >= 0:
-            heapq.heappush(grammars.free_rows, each.row)
+        if each.row < 0:
+            grammars.parked.withdraw(request_id)
+            return
+        heapq.heappush(grammars.free_rows, each.row)
         if not each.started:
-            grammars.parked.remove(each)
+            grammars.parked_again.remove(each)
             return
         self._send(grammars, Forget([each.key]))
         self._start_parked(grammars)
@@ -412,17 +431,11 @@ class Constraints:
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
-        """Sends parked requests (those that have not been sent to the grammar process yet) to the process, in their order. Does
-        nothing before the process has loaded the tokenizer. Stops at a request for whose token masks no row is free in the memory
-        that the engine shares with the process. Also stops when the process does not read its messages, so that its backlog stays
-        short however many requests come and go."""
-        while grammars.opened and grammars.parked and not grammars.port.backlog_bytes:
-            each = grammars.parked[0]
-            if each.row < 0:
-                if not grammars.free_rows:
-                    return
-                each.row = heapq.heappop(grammars.free_rows)
-            grammars.parked.popleft()
+        """Sends parked requests (those that have not been sent to the grammar process yet) to the process. Does nothing before the
+        process has loaded the tokenizer. Stops when no row is free in the memory for token masks that the engine shares with the
+        process. Also stops when the process does not read its messages, so that its backlog stays short however many requests come
+        and go."""
+        while grammars.opened and not grammars.port.backlog_bytes and (each := grammars.next_parked()) is not None:
             each.started = True
             self._owe(grammars, each, grammars.starts)
             self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output, each.text_id))
@@ -512,7 +525,7 @@ class Constraints:
         for each in [each for each in grammars.by_id.values() if each.started]:
             self._settle(grammars, each)
             each.started = False
-            grammars.parked.appendleft(each)
+            grammars.parked_again.appendleft(each)
             if each.scheduled:
                 grammars.served.scheduler.hold(each.request.request_id, True)
         latest = next(reversed(grammars.by_id.values()))

@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +53,8 @@ def model(name: str, max_sequences: int) -> Any:
     return SimpleNamespace(spec=spec, scheduler=scheduler, hosted=SimpleNamespace(vocab_size=VOCAB_SIZE))
 
 
-def submit(constraints: Constraints, served: Any, request_id: int, grammar: str) -> None:
-    request: Any = SimpleNamespace(request_id=request_id, constrained=False)
+def submit(constraints: Constraints, served: Any, request_id: int, grammar: str, tenant: str = "", priority: int = 0) -> None:
+    request: Any = SimpleNamespace(request_id=request_id, constrained=False, tenant=tenant, weight=1.0, priority=priority)
     assert constraints.submit(served, request, SamplingParams(9, grammar=grammar), []) == []
 
 
@@ -280,7 +280,7 @@ def test_a_process_that_cannot_be_started_fails_its_request_and_the_next_one_tri
 ) -> None:
     served = model("m", 2)
     params = SamplingParams(9, grammar="regex:a", allowed_token_ids=[97])
-    request: Any = SimpleNamespace(request_id=1, constrained=False)
+    request: Any = SimpleNamespace(request_id=1, constrained=False, tenant="", weight=1.0, priority=0)
     why = f"the grammar process could not be started: {os.strerror(number)}"
     with monkeypatch.context() as patches:
         refuse(patches, number)
@@ -370,6 +370,15 @@ def open_again(constraints: Constraints, process: ByHand) -> list[Any]:
     return read_on(constraints, process)
 
 
+def receive_until(constraints: Constraints, is_done: Callable[[], Any]) -> None:
+    """Handles the answers of a real process until `is_done`."""
+    poller = select.poll()
+    poller.register(constraints.fileno(), select.POLLIN)
+    while not is_done():
+        assert poller.poll(60e3), "no answer"
+        assert constraints.receive() == []
+
+
 def test_a_process_that_never_opens_is_killed_and_its_requests_fail_at_the_second_one(
     constraints: Constraints, process: ByHand, clock: Clock
 ) -> None:
@@ -440,23 +449,38 @@ def test_a_stopped_process_is_killed_and_the_next_one_follows_the_outputs_again(
     served.spec.path = str(make_model(tmp_path / "m"))
     served.scheduler = scheduler = Scheduler()
     submit(constraints, served, 1, "regex:ab[xy]")
-
-    def receive_until(is_done: Any) -> None:
-        poller = select.poll()
-        poller.register(constraints.fileno(), select.POLLIN)
-        while not is_done():
-            assert poller.poll(60e3), "no answer"
-            assert constraints.receive() == []
-
-    receive_until(lambda: scheduler.submitted)
+    receive_until(constraints, lambda: scheduler.submitted)
     stopped = constraints._models["m"].port.pid
     os.kill(stopped, signal.SIGSTOP)
     constraints.sampled(served, RowMasks([1], np.zeros(1, np.intp), []), StepOutcome([1], [ord("a")]))
     assert hang(constraints, clock) == []
     with pytest.raises(ProcessLookupError):
         os.kill(stopped, 0)
-    receive_until(lambda: False in scheduler.held)
+    receive_until(constraints, lambda: False in scheduler.held)
     assert scheduler.held == [True, False]
     (row,) = (each.row for each in constraints._models["m"].by_id.values())
     mask = constraints._models["m"].port.masks[row, 0]
     assert [token for token in range(128) if holds_any(mask, [token])] == [ord("b")]
+
+
+# ---- turns of tenants
+
+
+def test_rows_go_to_tenants_in_turns(constraints: Constraints, process: ByHand) -> None:
+    served = model("m", 2)
+    for request_id in range(1, 7):
+        submit(constraints, served, request_id, f"regex:{request_id}", "hostile")
+    submit(constraints, served, 7, "regex:7", "third")
+    submit(constraints, served, 8, "regex:8", "third", priority=1)
+    first, second = open_again(constraints, process)
+    assert [first.grammar, second.grammar] == ["regex:1", "regex:8"]
+    process.kill()  # both keep their rows
+    assert constraints.receive() == []
+    assert {(start.key, start.row) for start in open_again(constraints, process)} == {(1, 0), (8, 1)}
+    for request_id, expected in ((1, "regex:2"), (8, "regex:7"), (7, "regex:3")):
+        constraints.drop("m", request_id)
+        (_, start) = process.read()
+        assert start.grammar == expected
+    for request_id in (5, 3, 2):
+        constraints.drop("m", request_id)
+    assert [start.grammar for start in process.read() if isinstance(start, Start)] == ["regex:4", "regex:6"]
