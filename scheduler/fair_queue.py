@@ -68,6 +68,10 @@ class FairQueue:
         self._served[entry.tenant] += entry.weighted_size
         self._first(entry.tenant)
 
+    def charge(self, tenant: str, size: float, weight: float = 1.0) -> None:
+        """Counts work as done for a tenant, if its size was not known when its request was added (with size 0) and taken."""
+        self._served[tenant] = self._served.get(tenant, self._level) + size / weight
+
     def withdraw(self, request_id: int) -> bool:
         entry = self._entries.pop(request_id, None)
         if entry is None:

@@ -4,7 +4,7 @@ grammars of running requests allow next, and ends when its socketpair is closed.
 This work has a process of its own for two reasons. Building a tokenizer's trie holds the interpreter lock for up to a second,
 during which an engine could run no steps. And the memory is freed when the process ends, which it does when the model is evicted.
 Within the process a second thread builds grammars. Building releases the interpreter lock, so the masks of running sequences do not
-wait for it.
+wait for it. Tenants take turns at it, because one grammar may take seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,27 @@ import signal
 import socket
 import sys
 import threading
+import time
 from itertools import islice
 
 from engine.grammar.matchers import GrammarError, Matchers
-from engine.grammar.messages import Advance, Broken, Draft, Ended, Forget, Open, Opened, Ready, Start, ToGrammar, row_bytes
+from engine.grammar.messages import (
+    Advance,
+    Broken,
+    Building,
+    Draft,
+    Ended,
+    Forget,
+    Open,
+    Opened,
+    Ready,
+    Start,
+    ToGrammar,
+    row_bytes,
+)
 from engine.protocol import FrameReader, Message, encode
 from loader.ready_threads import ReadyThreads
+from scheduler.fair_queue import FairQueue
 
 log = logging.getLogger("grammar")
 
@@ -35,7 +50,9 @@ class GrammarProcess:
     def __init__(self, connection: socket.socket, masks_fd: int) -> None:
         self._connection, self._masks_fd = connection, masks_fd
         self._sending = threading.Lock()
-        self._starting: set[int] = set()  # keys of requests whose matcher is still being built
+        self._starting: dict[int, Start] = {}  # by key, requests whose matcher waits to be built or is being built
+        self._turns = FairQueue()  # of those that wait; work is counted in seconds
+        self._choosing = threading.Lock()  # for changes of _turns, and of _starting where they go together
         self._builder = ReadyThreads("build", 1)
         self._matchers: Matchers | None = None
 
@@ -47,13 +64,17 @@ class GrammarProcess:
                     case Open():
                         self._open(message)
                     case Start():
-                        self._starting.add(message.key)
-                        self._builder.submit(self._start, message)
+                        with self._choosing:
+                            self._starting[message.key] = message
+                            self._turns.add(message.key, 0.0, str(message.tenant), message.weight, message.priority)
+                        self._builder.submit(self._start_next)
                     case Advance():
                         self._advance(message)
                     case Forget():
                         for key in message.keys:
-                            self._starting.discard(key)
+                            with self._choosing:
+                                self._starting.pop(key, None)
+                                self._turns.withdraw(key)
                             self._loaded().forget(key)
 
     def _open(self, message: Open) -> None:
@@ -69,22 +90,34 @@ class GrammarProcess:
         else:
             self._send(Opened(""))
 
+    def _start_next(self) -> None:
+        """Builds the matcher of the request whose turn it is; does nothing if the requests that waited were forgotten."""
+        with self._choosing:
+            key = self._turns.first()
+            if key is None:
+                return
+            self._turns.take(key)
+            message, is_oldest = self._starting[key], key == next(iter(self._starting))
+        if not is_oldest:
+            self._send(Building(key))
+        began_s = time.thread_time()
+        self._start(message)
+        with self._choosing:
+            self._turns.charge(str(message.tenant), time.thread_time() - began_s, message.weight)
+
     def _start(self, message: Start) -> None:
         key = message.key
-        if key not in self._starting:
-            return
         try:
             matcher, ended = self._loaded().start(message.row, message.grammar, message.output, message.text_id)
         except GrammarError as error:
-            self._starting.discard(key)
+            self._starting.pop(key, None)
             self._send(Broken(key, str(error)))
         except BaseException as error:  # would be lost otherwise, because the future's result is never read
             log.exception("grammar fault")
             self._send(Broken(key, repr(error)))
         else:
             self._loaded().add(key, matcher)
-            if key in self._starting:
-                self._starting.discard(key)
+            if self._starting.pop(key, None) is not None:
                 self._send(Ended([key]) if ended else Ready([key], {}))
             else:
                 self._loaded().forget(key)

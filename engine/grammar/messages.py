@@ -34,6 +34,9 @@ class Start(Message, frozen=True):
     grammar: str  # SamplingParams.grammar
     output: list[int]
     text_id: str = ""  # one that is new here says that tokenizer.json has changed: it is read again
+    tenant: int = 0  # number of the request's tenant; the next grammar to build is that of the tenant with the least building time
+    weight: float = 1.0  # the tenant's
+    priority: int = 0  # compared with other requests of the tenant
 
 
 class Advance(Message, frozen=True):
@@ -66,6 +69,12 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: list[int]
     sure: list[bool]
+
+
+class Building(Message, frozen=True):
+    """Says that the grammar of this request is built next, although requests that were started before it still wait."""
+
+    key: int
 
 
 class Ready(Message, frozen=True):
@@ -101,4 +110,4 @@ def mask_number(row: int, at: int, num_rows: int) -> int:
 
 
 ToGrammar = Open | Start | Advance | Forget
-FromGrammar = Opened | Ready | Ended | Broken
+FromGrammar = Opened | Building | Ready | Ended | Broken

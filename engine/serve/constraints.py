@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.contracts.loads import LocksMasks
-from engine.grammar.messages import Advance, Broken, Draft, Ended, Forget, Open, Opened, Ready, Start, row_bytes
+from engine.grammar.messages import Advance, Broken, Building, Draft, Ended, Forget, Open, Opened, Ready, Start, row_bytes
 from engine.grammar.row_masks import RowMasks, allows_others, constrained_rows, hold_ends_back, holds_any
 from engine.grammar.token_limits import TokenLimits
 from engine.protocol import SamplingParams
@@ -96,8 +96,10 @@ class ModelGrammars:
     opened: whether the process has loaded the model's tokenizer.
     num_awaited: number of requests in the batch scheduler whose next mask the process owes.
     starts, advances: the answers to Start and to Advance that the process owes; it works on both kinds at once.
+    building: the key of the request whose grammar the process builds before older ones, or has built so.
     parked: requests that have no row yet. They wait until the process has opened, reads and has a free row, and rows go to tenants
     in turns. parked_again: requests that a process before this one has followed, and that keep their rows.
+    tenants: the numbers by which the process knows tenants.
     since_s: when the process last showed that it reads its messages or, if that was later, when it was started or got a request
     after having none."""
 
@@ -108,8 +110,10 @@ class ModelGrammars:
     opened: bool = False
     starts: Owed = field(default_factory=Owed)
     advances: Owed = field(default_factory=Owed)
+    building: int = 0
     parked: FairQueue = field(default_factory=FairQueue)
     parked_again: deque[Constrained] = field(default_factory=deque)
+    tenants: dict[str, int] = field(default_factory=dict)
     by_id: dict[int, Constrained] = field(default_factory=dict)
     by_key: dict[int, Constrained] = field(default_factory=dict)
     num_awaited: int = 0
@@ -126,14 +130,16 @@ class ModelGrammars:
         """Returns the requests that may have made the process die or hang: all of them, if the process had not loaded the tokenizer
         yet.
         hangs_since_s: None: the process has died; the requests whose next mask it owed are returned. Otherwise the process has hung
-        since this time. If it has owed answers to Start for so long, the first of these requests is returned, because it builds
-        grammars one after the other; if it has owed answers to Advance for so long, all of these requests are."""
+        since this time. If it has owed answers to Start for so long, the request whose grammar it builds is returned: the first of
+        these, unless the process has named another one. If it has owed answers to Advance for so long, all of these requests
+        are."""
         if not self.opened:
             return list(self.by_id.values())
         if hangs_since_s is None:
             return [each for each in self.by_id.values() if each.owed is not None]
         starts, advances = (owed.keys if owed.since_s <= hangs_since_s else () for owed in (self.starts, self.advances))
-        return [self.by_key[key] for key in (*islice(starts, 1), *advances)]
+        built = (self.building,) if self.building in starts else islice(starts, 1)
+        return [self.by_key[key] for key in (*built, *advances)]
 
     def next_parked(self) -> Constrained | None:
         """Takes the next request to be sent to the process from those that are parked, and gives it a row if it has none. Returns
@@ -438,7 +444,10 @@ class Constraints:
         while grammars.opened and not grammars.port.backlog_bytes and (each := grammars.next_parked()) is not None:
             each.started = True
             self._owe(grammars, each, grammars.starts)
-            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output, each.text_id))
+            request = each.request
+            tenant = grammars.tenants.setdefault(request.tenant, len(grammars.tenants))
+            turn = (tenant, request.weight, request.priority)
+            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output, each.text_id, *turn))
 
     def _receive(self, model: str, grammars: ModelGrammars, ends: list[End]) -> None:
         try:
@@ -455,6 +464,8 @@ class Constraints:
                         return
                     grammars.opened = True
                     self._start_parked(grammars)
+                case Building():
+                    grammars.building = message.key
                 case Ready():
                     for each in self._answered(grammars, message.keys):
                         ends += self._ready(model, grammars, each, message.drafts.get(each.key, NO_DRAFT))
@@ -514,7 +525,7 @@ class Constraints:
         for each in suspects:
             each.deaths += 1
         hopeless = [each for each in suspects if each.deaths >= MAX_DEATHS]
-        grammars.opened = False
+        grammars.opened, grammars.building = False, 0
         ends = self._fail(model, grammars, hopeless, "following this grammar ended or stalled the grammar process twice")
         if not grammars.by_id:
             self._end_process(model)

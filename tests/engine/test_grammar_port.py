@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.grammar.messages import Advance, Broken, Draft, Forget, Open, Opened, Ready, Start, ToGrammar
+from engine.grammar.messages import Advance, Broken, Building, Draft, Forget, Open, Opened, Ready, Start, ToGrammar
 from engine.grammar.row_masks import LockedMasks, RowMasks, holds_any
 from engine.protocol import FrameReader, Message, SamplingParams, encode
 from engine.serve import grammar_port
@@ -427,6 +427,26 @@ def test_each_grammar_that_is_built_gives_the_others_more_time_and_the_one_that_
     assert scheduler.submitted == [1, 3]
 
 
+def test_the_grammar_that_the_process_says_it_builds_is_the_one_it_hangs_at(
+    constraints: Constraints, process: ByHand, clock: Clock
+) -> None:
+    """What one process said does not count for the next one."""
+    served = model("m", 8)
+    for request_id in (1, 2, 3):
+        submit(constraints, served, request_id, f"regex:{request_id}")
+    keys = {start.grammar: start.key for start in open_again(constraints, process)}
+    process.answer(Building(keys["regex:2"]))
+    assert constraints.receive() == []
+    assert hang(constraints, clock) == []
+    oldest, *_ = open_again(constraints, process)
+    assert oldest.grammar == "regex:3"
+    assert hang(constraints, clock) == []
+    open_again(constraints, process)
+    process.answer(Building(keys["regex:2"]))
+    assert constraints.receive() == []
+    assert hang(constraints, clock) == [End("m", 2, TWICE)]
+
+
 def test_a_process_that_does_not_read_on_is_killed(constraints: Constraints, process: ByHand, clock: Clock) -> None:
     """The request whose grammar it has read in part is gone; another one waits behind it."""
     served = open_with_large(constraints, process)
@@ -465,6 +485,39 @@ def test_a_stopped_process_is_killed_and_the_next_one_follows_the_outputs_again(
 
 # ---- turns of tenants
 
+SLOW = 'json_schema:{"type":"integer","multipleOf":%d}'  # takes time in proportion to the number
+
+
+def test_a_third_tenants_grammar_waits_for_no_more_than_one_of_each_other_tenant(constraints: Constraints, tmp_path: Path) -> None:
+    served = model("m", 32)
+    served.spec.path = str(make_model(tmp_path / "m"))
+    served.scheduler = scheduler = Scheduler()
+    submit(constraints, served, 1, "regex:a")
+    receive_until(constraints, lambda: scheduler.submitted)
+    pid = constraints._models["m"].port.pid
+    os.kill(pid, signal.SIGSTOP)  # until it has all of them to choose from
+    for request_id in range(2, 18, 2):
+        submit(constraints, served, request_id, SLOW % (19990 + request_id), "hostile")
+        submit(constraints, served, request_id + 1, SLOW % (19991 + request_id), "other")
+    for request_id, priority in ((21, 0), (22, 0), (23, 1)):
+        submit(constraints, served, request_id, "regex:b", "third", priority)
+    os.kill(pid, signal.SIGCONT)
+    receive_until(constraints, lambda: len(scheduler.submitted) == 20)
+    assert scheduler.submitted[:6] == [1, 2, 3, 23, 21, 22]
+    assert [each for each in scheduler.submitted if each % 2 == 0 and each < 18] == list(range(2, 18, 2))
+
+
+def test_a_process_says_what_it_builds_where_that_is_not_the_oldest(port: GrammarPort) -> None:
+    os.kill(port.pid, signal.SIGSTOP)
+    for key, grammar, tenant in ((1, SLOW % 19991, 0), (2, SLOW % 19993, 0), (3, "regex:b", 1), (4, SLOW % 19997, 0)):
+        port.send(Start(key, key % 3, grammar, [], tenant=tenant))
+    port.send(Forget([4]))
+    os.kill(port.pid, signal.SIGCONT)
+    messages = list[object]()
+    while Ready([2], {}) not in messages:
+        messages += answers(port)
+    assert messages == [Ready([1], {}), Building(3), Ready([3], {}), Ready([2], {})]
+
 
 def test_rows_go_to_tenants_in_turns(constraints: Constraints, process: ByHand) -> None:
     served = model("m", 2)
@@ -474,6 +527,8 @@ def test_rows_go_to_tenants_in_turns(constraints: Constraints, process: ByHand) 
     submit(constraints, served, 8, "regex:8", "third", priority=1)
     first, second = open_again(constraints, process)
     assert [first.grammar, second.grammar] == ["regex:1", "regex:8"]
+    assert first.tenant != second.tenant
+    assert (first.priority, second.priority) == (0, 1)
     process.kill()  # both keep their rows
     assert constraints.receive() == []
     assert {(start.key, start.row) for start in open_again(constraints, process)} == {(1, 0), (8, 1)}

@@ -75,6 +75,19 @@ def test_who_was_away_neither_saved_up_nor_owes() -> None:
         assert abs(mine - turn / 2) <= 2
 
 
+def test_work_whose_size_is_known_only_afterwards_is_charged() -> None:
+    queue = FairQueue()
+    for request_id in range(20):
+        queue.add(request_id, 0.0, "long")
+        queue.add(100 + request_id, 0.0, "short", weight=2.0)
+    served = []
+    for _ in range(12):
+        (request_id,) = drain(queue, 1)
+        served.append("long" if request_id < 100 else "short")
+        queue.charge(served[-1], 10.0, 1.0 if request_id < 100 else 2.0)
+    assert Counter(served) == {"short": 8, "long": 4}
+
+
 def test_withdrawn_requests_are_passed_over_and_may_come_again() -> None:
     queue = FairQueue()
     for request_id in range(4):
