@@ -1,5 +1,6 @@
 """Computes matrix products of one to four rows on the GPU (Triton). The weights are read once, as fast as memory delivers them.
-Reference implementation: torch's linear.
+Reference implementation: torch's linear. Of a matrix of gates and ups the kernel can also apply the activation, as
+triton_rows.gate_and_mul does to the same product.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -11,27 +12,50 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
+from engine.cuda.kernels.triton_rows import activated
 
 MAX_ROWS = 4
 
 
-# A program reads four values of the bias and stores four outputs a row. How x and the weights are aligned decides how fast they
-# are read.
+@triton.jit
+def _finished(sums, added, narrow: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr):
+    """Returns what a program stores of one row: the sums of [BLOCK_N, BLOCK_K] plus `added` [BLOCK_N], in the dtype `narrow`. If
+    GATED these are gates and ups in turn, and become activation(gate) * up, half as many."""
+    outputs = (tl.sum(sums, axis=1) + added).to(narrow)
+    if GATED:
+        gate, up = tl.split(tl.reshape(outputs, [outputs.shape[0] // 2, 2]))
+        active = activated(gate.to(tl.float32), GELU).to(narrow).to(tl.float32)
+        outputs = (active * up.to(tl.float32)).to(narrow)
+    return outputs
+
+
+# A program reads four values of the bias and stores two or four outputs a row. How x and the weights are aligned decides how fast
+# they are read.
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["bias"])
 def _few_rows_kernel(
     x,  # [M, K]
     weight,  # [N, K]
     bias,  # [N]
-    out,  # [M, N]
+    out,  # [M, N], or [M, N / 2] if GATED
     N,
     K: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,  # else SiLU, if GATED
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = output < N
+    number = tl.arange(0, BLOCK_N)
+    if GATED:  # a gate and its up are neighbours among a program's sums; in the weights they are N / 2 rows apart
+        width = N // 2
+        pair = tl.program_id(0) * (BLOCK_N // 2) + number // 2
+        there, output = pair < width, pair + number % 2 * width
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        width = N
+        output = tl.program_id(0) * BLOCK_N + number
+        there, column = output < N, output
     sums0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums1, sums2, sums3 = sums0, sums0, sums0
     rows = weight + output.to(tl.int64)[:, None] * K
@@ -51,21 +75,24 @@ def _few_rows_kernel(
     if BIAS:
         added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
     narrow: tl.constexpr = out.dtype.element_ty
-    tl.store(out + output, (tl.sum(sums0, axis=1) + added).to(narrow), mask=there)
+    stored = column < width
+    tl.store(out + column, _finished(sums0, added, narrow, GATED, GELU), mask=stored)
     if M > 1:
-        tl.store(out + N + output, (tl.sum(sums1, axis=1) + added).to(narrow), mask=there)
+        tl.store(out + width + column, _finished(sums1, added, narrow, GATED, GELU), mask=stored)
     if M > 2:
-        tl.store(out + 2 * N + output, (tl.sum(sums2, axis=1) + added).to(narrow), mask=there)
+        tl.store(out + 2 * width + column, _finished(sums2, added, narrow, GATED, GELU), mask=stored)
     if M > 3:
-        tl.store(out + 3 * N + output, (tl.sum(sums3, axis=1) + added).to(narrow), mask=there)
+        tl.store(out + 3 * width + column, _finished(sums3, added, narrow, GATED, GELU), mask=stored)
 
 
-def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] (or None), to out [M, N]. M is at most MAX_ROWS. Sums are
-    float32."""
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gelu: bool | None = None) -> None:
+    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N] (or None), to out [M, N]. M is at most MAX_ROWS. Sums are float32.
+
+    If gelu is not None, the weight has N / 2 gates, then as many ups, and what triton_rows.gate_and_mul makes of the product is
+    written to out [M, N / 2]."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     block_k = min(power_of_two(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
-    block_n = 4
+    block_n = 4  # two gates and their ups, if gated
     _few_rows_kernel[(ceil_div(outputs, block_n),)](
         x,
         weight,
@@ -75,6 +102,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
         K=inputs,
         M=rows,
         BIAS=bias is not None,
+        GATED=gelu is not None,
+        GELU=bool(gelu),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=4,

@@ -102,6 +102,16 @@ def _norm(
 
 
 @triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """Returns gelu(gate) in its form with tanh if GELU, else silu(gate). Both are float32."""
+    logit = gate
+    if GELU:
+        # 1/2 (1 + tanh u) is the logistic function of 2u, which subtracts no nearly equal numbers
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-logit))
+
+
+@triton.jit
 def _gate_kernel(
     gate_up,  # [T, 2 W], or [T, W] if there are gates alone
     out,  # [T, W]
@@ -114,12 +124,7 @@ def _gate_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < W
     begin = gate_up + row * (2 * W if UP else W)
-    gate = tl.load(begin + at, mask=inside, other=0.0).to(tl.float32)
-    logit = gate
-    if GELU:
-        # 1/2 (1 + tanh u) is the logistic function of 2u, which subtracts no nearly equal numbers
-        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = gate / (1.0 + tl.exp(-logit))
+    active = activated(tl.load(begin + at, mask=inside, other=0.0).to(tl.float32), GELU)
     if UP:
         up = tl.load(begin + W + at, mask=inside, other=0.0).to(tl.float32)
         active = active.to(out.dtype.element_ty).to(tl.float32) * up

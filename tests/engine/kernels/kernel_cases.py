@@ -21,6 +21,7 @@ from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
 from tests.engine.kernels.row_cases import (
     few_rows_linear,
     fp8_linear,
+    gated_linear,
     gates,
     gathers,
     int4_linear,
@@ -48,6 +49,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         norms,
         gates,
         few_rows_linear,
+        gated_linear,
         fp8_linear,
         int4_linear,
         int8_linear,

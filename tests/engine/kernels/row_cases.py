@@ -60,6 +60,23 @@ def few_rows_linear(draw: Draw) -> None:
     close(out, wanted, draw.dtype)
 
 
+def gated_linear(draw: Draw) -> None:
+    rows, width, inputs = draw.between(1, 4), draw.one_of(1, 3, 5, 8), draw.one_of(1, 40, 512, 700, 2049)
+    check_gated_linear(draw, rows, width, inputs, draw.one_of(False, True), draw.one_of(False, True))
+
+
+def check_gated_linear(draw: Draw, rows: int, width: int, inputs: int, has_bias: bool, gelu: bool) -> None:
+    """Asserts that the kernel with the activation in it gives the bits that the product and then the activation give."""
+    x, weight = draw.normal(rows, inputs), draw.normal(2 * width, inputs, scale=2 * inputs**-0.5)
+    given = (draw.on(x), draw.on(weight), draw.on(draw.normal(2 * width)) if has_bias else None)
+    gate_up, wanted, out = (draw.like(torch.empty(rows, size, dtype=draw.dtype)) for size in (2 * width, width, width))
+    triton_linear.few_rows_linear(*given, gate_up)
+    triton_rows.gate_and_mul(gate_up, gelu, wanted)
+    triton_linear.few_rows_linear(*given, out, gelu)
+    assert out.isfinite().all()
+    assert torch.equal(out, wanted)
+
+
 def fp8_matrix(draw: Draw, outputs: int, inputs: int, group: int) -> Fp8Matrix:
     """Returns one with every code that is a number, and products of about the size of what they are given."""
     codes = torch.randint(0, 254, (outputs, inputs), generator=draw.generator)
