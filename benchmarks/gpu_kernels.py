@@ -154,20 +154,21 @@ def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_
     table.flops("extend attention", f"{new} after {before}, {about(heads, kv_heads, head_dim, kv_dtype)}", flops, call)
 
 
-def few_rows(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> None:
-    """Ours, and torch's, of the same weights."""
+def few_rows(table: Table, num_rows: int, num_outputs: int, num_inputs: int, gelu: bool | None = None) -> None:
+    """Ours, and torch's, of the same weights; unless gelu is None, with the activation of gates and ups."""
     dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
     copies = 1 if table.tiny else max(1, CACHES_BYTES // (num_outputs * num_inputs * dtype.itemsize))
     weights = torch.randn(copies, num_outputs, num_inputs, device=device).to(dtype)
     x, turn = torch.randn(num_rows, num_inputs, device=device).to(dtype), [0]
-    for name, product in (("ours", linear_choice.ours), ("torch", torch.nn.functional.linear)):
+    for name, product in (("ours", linear_choice.ours), ("torch", linear_choice.torchs)):
 
         def call(product: Any = product) -> None:
             turn[0] = (turn[0] + 1) % copies
-            product(x, weights[turn[0]], None)
+            product(x, weights[turn[0]], None, gelu)
 
         num_bytes = num_outputs * num_inputs * dtype.itemsize
-        table.bytes("linear", f"{num_rows} x {num_inputs} -> {num_outputs}, {name}", num_bytes, call, reads=True)
+        kernel = "linear" if gelu is None else "gated linear"
+        table.bytes(kernel, f"{num_rows} x {num_inputs} -> {num_outputs}, {name}", num_bytes, call, reads=True)
 
 
 def rows(table: Table, num_rows: int, width: int, inner: int) -> None:
@@ -251,6 +252,7 @@ def main() -> None:
         decode(table, 2, 20, 4, 2, 16)
         extend(table, 20, 5, 4, 2, 16)
         few_rows(table, 1, 8, 16)
+        few_rows(table, 1, 8, 16, gelu=False)
         rows(table, 2, 16, 32)
         rope(table, 2, 4, 2, 16)
         decode(table, 2, 20, 4, 2, 16, kv_dtype=KV_FP8)
@@ -271,6 +273,7 @@ def main() -> None:
     for num_rows in (1, 4):
         for num_outputs, num_inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
             few_rows(table, num_rows, num_outputs, num_inputs)
+        few_rows(table, num_rows, 28672, 4096, gelu=False)
     for new, before in ((2048, 0), (8192, 0), (512, 8192)):
         extend(table, new, before, 32, 8, 128)
     for num_rows in (1, 64, 2048):

@@ -418,6 +418,9 @@ class CpuOps:
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_and_mul(gate_up, gelu=True)
 
+    def gated_linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, gelu: bool) -> Tensor:
+        return self._gate_and_mul(self.linear(x, weight, bias), gelu)
+
     def gelu(self, x: Tensor) -> Tensor:
         if not self._served(x, GELU):
             return reference.gelu(x)

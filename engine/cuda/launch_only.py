@@ -61,6 +61,11 @@ class LaunchOnlyOps(CudaOps):
             linear_choice.launch_ours(x, weight, bias)
         return x.new_empty(x.shape[0], weight.shape[0])
 
+    def gated_linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, gelu: bool) -> Tensor:
+        if isinstance(weight, Tensor) and x.shape[0] <= triton_linear.MAX_ROWS:
+            linear_choice.launch_ours(x, weight, bias, gelu)
+        return linear_choice.gate_and_mul(self.linear(x, weight, bias), gelu)
+
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
         return torch.empty_like(x)
 

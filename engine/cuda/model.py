@@ -245,7 +245,7 @@ class CudaModel:
         self._kept_memory: list[Tensor] = []
         if max_graph_tokens:
             self._kept_memory = [model.state_memory(max_graph_tokens) for _ in range(model.num_kept)]
-        self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
+        self._products: list[entry.Product] = []  # matrix products, whose weights are views of the weight range
         self.tiles: ModelTiles | None = None  # tiles of attention to compare in idle time; None: there are none
 
     # ---- steps
@@ -360,9 +360,9 @@ class CudaModel:
         """Launches all kernels of steps once, in a load's thread, so that they are compiled before the first request. The steps
         that it runs consist of padding rows, which belong to no sequence, so no KV is written."""
         if self._device.type == "cuda":
-            with entry.weights_of_products() as weights:
+            with entry.weights_of_products() as products:
                 self._launch_rows(1)
-            self._products = entry.one_of_each_size(weights)
+            self._products = entry.one_of_each_size(products)
         self.launch_all()
 
     @torch.inference_mode()
@@ -438,17 +438,16 @@ class CudaModel:
             return 0
         return self.capture(num_rows, adapted)
 
-    def _unmeasured(self) -> list[tuple[Tensor, int]]:
-        """Returns the matrix multiplications, as pairs (weight, number of rows), for which hearthd's kernel and cuBLAS have not
+    def _unmeasured(self) -> list[tuple[entry.Product, int]]:
+        """Returns the matrix multiplications, as pairs (product, number of rows), for which hearthd's kernel and cuBLAS have not
         been compared yet."""
-        return [(weight, rows) for weight in self._products for rows in entry.FEW_ROWS if entry.is_open(weight, rows)]
+        return [(product, rows) for product in self._products for rows in entry.FEW_ROWS if entry.is_open(product, rows)]
 
-    def _measure(self, weight: Tensor, num_rows: int) -> None:
-        """Measures hearthd's kernel and cuBLAS for the multiplication of num_rows rows by this weight. Later multiplications use
-        hearthd's kernel if it is clearly faster; the graphs of this row count, which were captured with cuBLAS, are then
-        dropped."""
-        entry.measure_linear(weight, num_rows)
-        if entry.uses_ours(weight, num_rows):
+    def _measure(self, product: entry.Product, num_rows: int) -> None:
+        """Measures hearthd's kernel and cuBLAS for a multiplication of num_rows rows. Later multiplications use hearthd's kernel if
+        it is clearly faster; the graphs of this row count, which were captured with cuBLAS, are then dropped."""
+        entry.measure_linear(product, num_rows)
+        if entry.uses_ours(product, num_rows):
             for graphs in (self.graphs, self.adapted_graphs, self.edited_graphs):
                 graphs.drop_size(num_rows)
 

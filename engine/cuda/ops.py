@@ -120,6 +120,11 @@ class CudaOps:
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return entry.gate_and_mul(gate_up, gelu=True)
 
+    def gated_linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, gelu: bool) -> Tensor:
+        if isinstance(weight, Tensor):
+            return entry.gated_linear(x, weight, bias, gelu)
+        return entry.gate_and_mul(self.linear(x, weight, bias), gelu)
+
     def gelu(self, x: Tensor) -> Tensor:
         return entry.gelu(x)
 

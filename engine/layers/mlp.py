@@ -22,10 +22,12 @@ class MLP:
     def __init__(
         self, ops: Ops[Any], weights: Weights, prefix: str, gate_up: tuple[str, ...], down: str, activation: str = SILU
     ) -> None:
+        self.ops = ops
         self.gate_up = Projection(ops, weights, prefix, gate_up)
         self.down = Projection(ops, weights, prefix, (down,))
         # [T, 2 W] -> [T, W]; without a gate [T, W] -> [T, W]
         self.activate = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul, GELU_NEW: ops.gelu}[activation]
+        self.gelu = None if activation == GELU_NEW else activation == GELU_TANH  # of the gate; None: there is no gate
 
     @classmethod
     def of_layer(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> MLP:
@@ -34,4 +36,12 @@ class MLP:
         return cls(ops, weights, names.layer.format(layer), names.gate_up, names.down, family.activation)
 
     def __call__(self, x: Tensor, batch: StepBatch) -> Tensor:
-        return self.down(self.activate(self.gate_up(x, batch)), batch)
+        return self.down(self._inner(x, batch), batch)
+
+    def _inner(self, x: Tensor, batch: StepBatch) -> Tensor:
+        """Returns the activations [T, W]. The product and its activation are one operation, unless LoRA adapters change the
+        product or there is no gate."""
+        made = self.gate_up
+        if self.gelu is None or (batch.adapters is not None and made.adapted is not None):
+            return self.activate(made(x, batch))
+        return self.ops.gated_linear(x, made.weight, made.bias, self.gelu)

@@ -555,6 +555,11 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         up's."""
         ...
 
+    def gated_linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, gelu: bool) -> Tensor:
+        """Returns gelu_and_mul (if gelu, else silu_and_mul) of the product that `linear` returns, as [T, W]. weight [2 W, K] has
+        gate's rows before up's; bias [2 W]."""
+        ...
+
     def gelu(self, x: Tensor) -> Tensor:
         """Returns the tanh approximation of gelu(x) [T, W]."""
         ...

@@ -353,28 +353,34 @@ def test_steps_planned_before_the_last_is_read_give_the_same_texts(tmp_path: Pat
 
 
 def test_every_product_of_few_rows_is_launched_before_it_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warming up launches our kernel for each weight, with its bias and, as it is measured, without, for one to four rows: which
-    kernel a step takes is decided later."""
+    """Warming up launches our kernel for each weight, with its bias and, as it is measured, without, for one to four rows, and for
+    gates and ups with the activation as well: which kernel a step takes is decided later."""
     make_checkpoint(tmp_path, **CASES["llama-biases-linear"])
-    launched: set[tuple[int, int, bool]] = set()
-    multiplied: set[tuple[int, bool]] = set()
-    ops_linear = CudaOps.linear
+    launched: set[tuple[int, int, bool, bool | None]] = set()
+    multiplied: set[tuple[int, bool, bool | None]] = set()
+    ops_linear, ops_gated_linear = CudaOps.linear, CudaOps.gated_linear
 
-    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        launched.add((len(x), weight.data_ptr(), bias is not None))
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool | None) -> None:
+        launched.add((len(x), weight.data_ptr(), bias is not None, gelu))
 
     def linear(self: CudaOps, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        multiplied.add((weight.data_ptr(), bias is not None))
+        multiplied.add((weight.data_ptr(), bias is not None, None))
         return ops_linear(self, x, weight, bias)
+
+    def gated_linear(self: CudaOps, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool) -> torch.Tensor:
+        multiplied.update((weight.data_ptr(), bias is not None, with_activation) for with_activation in (None, gelu))
+        return ops_gated_linear(self, x, weight, bias, gelu)
 
     monkeypatch.setattr(linear_choice, "ours", ours)
     monkeypatch.setattr(CudaOps, "linear", linear)
+    monkeypatch.setattr(CudaOps, "gated_linear", gated_linear)
     monkeypatch.setattr(entry, "INTERPRETED", False)
     monkeypatch.setattr(entry, "MANY_ROWS", 5)  # interpreting more takes long
     model = load_cuda_model(tmp_path)
     model.warm()
-    assert sum(has_bias for _, has_bias in multiplied) == 3 * 4
-    kinds = {(weight, kind) for weight, has_bias in multiplied for kind in {has_bias, False}}
+    assert sum(has_bias for _, has_bias, _ in multiplied) == 3 * 5
+    assert {gelu for *_, gelu in multiplied} == {None, False}
+    kinds = {(weight, kind, gelu) for weight, has_bias, gelu in multiplied for kind in {has_bias, False}}
     assert launched == {(num_rows, *kind) for num_rows in (1, 2, 3, 4) for kind in kinds}
     launched.clear()
     table = make_table(groups=model.kv_groups)

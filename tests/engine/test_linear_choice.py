@@ -21,13 +21,16 @@ from engine.cuda.kernels.linear_choice import (
     HEAD_START_TRIES,
     MEASURE_TRIES,
     REPEATS,
+    Product,
     apart,
+    both_kernels,
     is_open,
     measure,
     weights_of_products,
 )
 
 WEIGHT = torch.zeros(24, 16)
+PLAIN, GATED = Product(WEIGHT), Product(WEIGHT, False)
 
 
 class Device:
@@ -67,14 +70,15 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(linear_choice, "torch", stand_in)
         monkeypatch.setattr(linear_choice, "_ours_wins", {})
         monkeypatch.setattr(linear_choice, "_tries", Counter())
-        monkeypatch.setattr(linear_choice, "ours", lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias))
+        monkeypatch.setattr(linear_choice, "ours", lambda x, weight, bias, gelu: torch.nn.functional.linear(x, weight, bias))
+        monkeypatch.setattr(linear_choice, "gate_and_mul", lambda gate_up, gelu: gate_up)
         return device
 
     return put
 
 
-def decided() -> bool | None:
-    return linear_choice._ours_wins.get((1, *WEIGHT.shape, WEIGHT.dtype))
+def decided(product: Product = PLAIN) -> bool | None:
+    return linear_choice._ours_wins.get(linear_choice.size_of(product, 1))
 
 
 def test_measuring_draws_from_nobodys_generator(on: Any) -> None:
@@ -82,7 +86,7 @@ def test_measuring_draws_from_nobodys_generator(on: Any) -> None:
     on(Device([2e-6, 1e-6]))
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert measure(WEIGHT, 1) == {"torch": pytest.approx(2e-6), "triton": pytest.approx(1e-6)}
+    assert measure(PLAIN, 1) == {"torch": pytest.approx(2e-6), "triton": pytest.approx(1e-6)}
     assert torch.equal(torch.get_rng_state(), before)
     assert decided() is True
 
@@ -93,10 +97,10 @@ def test_few_disturbed_times_do_not_choose(on: Any, num_disturbed: int) -> None:
     seven nothing is decided, so that the size is measured again."""
     times = [3e-6, 2e-6] * (REPEATS - num_disturbed) + [3e-6, 20e-6] * num_disturbed
     on(Device(times))
-    assert measure(WEIGHT, 1)
+    assert measure(PLAIN, 1)
     assert decided() is (True if num_disturbed == 1 else None)
     on(Device([3e-6, 4e-6]))
-    measure(WEIGHT, 1)
+    measure(PLAIN, 1)
     assert decided() is False
 
 
@@ -109,20 +113,65 @@ def test_samples_that_overlap_are_not_apart() -> None:
 def test_a_size_is_measured_only_if_the_host_launches_ahead_of_the_device(on: Any) -> None:
     """Else the time of a launch would be counted. The device is given more to do first, up to a limit."""
     patient = on(Device([2e-6, 1e-6], reached_after=4 * HEAD_START))
-    assert measure(WEIGHT, 1)
+    assert measure(PLAIN, 1)
     assert patient.num_flushes == 0, "waited for"
     on(Device([2e-6, 1e-6], reached_after=2**HEAD_START_TRIES * HEAD_START))
-    assert measure(WEIGHT, 1) == {}
+    assert measure(PLAIN, 1) == {}
     assert decided() is None
 
 
 def test_a_size_that_stays_undecided_keeps_torchs_kernel(on: Any) -> None:
     on(Device([2e-6, 1e-6], reached_after=2**HEAD_START_TRIES * HEAD_START))
     for _ in range(MEASURE_TRIES):
-        assert is_open(WEIGHT, 1)
-        measure(WEIGHT, 1)
-    assert not is_open(WEIGHT, 1)
+        assert is_open(PLAIN, 1)
+        measure(PLAIN, 1)
+    assert not is_open(PLAIN, 1)
     assert decided() is False
+
+
+def test_a_product_with_an_activation_is_measured_with_it_and_chosen_by_itself(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(Device([2e-6, 1e-6]))
+    called = Counter[str]()
+
+    def activate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        called["activation of torch's product"] += 1
+        return gate_up
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool | None) -> None:
+        called[f"ours {gelu}"] += 1
+
+    monkeypatch.setattr(linear_choice, "gate_and_mul", activate)
+    monkeypatch.setattr(linear_choice, "ours", ours)
+    assert measure(GATED, 1)
+    assert called == {"activation of torch's product": 1 + REPEATS, "ours False": 1 + REPEATS}
+    assert [decided(Product(WEIGHT, gelu)) for gelu in (None, False, True)] == [None, True, None]
+
+
+@pytest.mark.parametrize("wins", [False, True])
+def test_steps_take_the_way_that_was_chosen(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None:
+    """The product alone is noted and launched too, whatever was chosen: steps with LoRA adapters take it."""
+    launched = list[tuple[str, int, bool | None]]()
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool | None = None) -> torch.Tensor:
+        launched.append(("ours", len(x), gelu))
+        return torch.zeros(len(x), 12)
+
+    def activate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        launched.append(("activation", len(gate_up), gelu))
+        return gate_up[:, :12]
+
+    monkeypatch.setattr(linear_choice, "ours", ours)
+    monkeypatch.setattr(linear_choice, "gate_and_mul", activate)
+    monkeypatch.setattr(linear_choice, "_ours_wins", {linear_choice.size_of(GATED, 2): wins})
+    linear_choice.gated_linear(torch.zeros(2, 16), WEIGHT, None, False)
+    linear_choice.gated_linear(torch.zeros(5, 16), WEIGHT, None, False)  # more than our kernel takes
+    linear_choice.gated_linear(torch.zeros(2, 16), WEIGHT, None, True)  # another activation
+    assert launched == [("ours" if wins else "activation", 2, False), ("activation", 5, False), ("activation", 2, True)]
+    launched.clear()
+    with weights_of_products() as products, both_kernels():
+        linear_choice.gated_linear(torch.zeros(2, 16), WEIGHT, None, False)
+    assert launched == [("ours", 2, False), ("ours", 2, None), ("activation", 2, False)]
+    assert [product.gelu for product in products] == [False, None]
 
 
 def written(folder: Path) -> list[Any]:
@@ -144,18 +193,21 @@ def test_choices_are_kept_for_the_next_engine(
     linear_choice.torch.cuda.get_device_name = lambda: gpu
     monkeypatch.setattr(linear_choice, "_kept_in", None)
     linear_choice.keep_in(tmp_path)
-    measure(WEIGHT, 1)
-    assert written(tmp_path) == [[1, *WEIGHT.shape, "float32", True]]
+    measure(PLAIN, 1)
+    assert written(tmp_path) == [[1, *WEIGHT.shape, "float32", None, True]]
+    measure(GATED, 1)
+    assert written(tmp_path) == [[1, *WEIGHT.shape, "float32", gelu, True] for gelu in (None, False)]
     linear_choice._ours_wins.clear()
     linear_choice.keep_in(tmp_path)
-    assert decided() is True
+    assert decided() is decided(GATED) is True
     linear_choice._ours_wins.clear()
     gpu = "another"
     linear_choice.keep_in(tmp_path)
     assert decided() is None
     gpu = "one"
     (file,) = tmp_path.iterdir()
-    for damaged in ("[[1, 2", '[[1, 2, 3, "no dtype", true]]', "[5]"):
+    of_before = '[[1, 24, 16, "float32", true]]'
+    for damaged in ("[[1, 2", '[[1, 2, 3, "no dtype", null, true]]', "[5]", of_before):
         file.write_text(damaged)
         linear_choice.keep_in(tmp_path)
         assert decided() is None
@@ -173,7 +225,7 @@ def test_without_memory_for_a_thread_a_choice_is_not_kept(
 
     monkeypatch.setattr(linear_choice, "_kept_in", tmp_path / "products.json")
     monkeypatch.setattr(threading.Thread, "start", refused)
-    measure(WEIGHT, 1)
+    measure(PLAIN, 1)
     assert decided() is True
     assert "is not kept for the next engine" in caplog.text
     assert "can't start new thread" in caplog.text
@@ -191,4 +243,4 @@ def test_a_thread_notes_its_own_products_alone() -> None:
         noted += weights
     linear_choice.linear(x, mine, None)
     assert len(noted) == len(weights) == 1
-    assert weights[0] is mine
+    assert weights[0] == (mine, None)

@@ -57,6 +57,8 @@ SMALLEST_RANK_BOUND = triton_adapters.RANK_BOUNDS[0]
 MANY_ROWS = triton_decode.MANY_ROWS
 joins_pieces = tiles.joins_pieces
 linear = linear_choice.linear
+gated_linear = linear_choice.gated_linear
+gate_and_mul = linear_choice.gate_and_mul
 both_kernels = linear_choice.both_kernels
 measure_linear = linear_choice.measure
 is_open = linear_choice.is_open
@@ -68,6 +70,7 @@ penalise_and_ban = triton_logits.penalise_and_ban
 top_logprobs = triton_logits.top_logprobs
 ranks = triton_logits.ranks
 weights_of_products = linear_choice.weights_of_products
+Product = linear_choice.Product
 EDIT_WORDS, PENALTIES = triton_logits.EDIT_WORDS, triton_logits.PENALTIES
 FEW_ROWS = (1, 2, 4)
 KERNELS_BYTES = 64 << 20  # disk space that must be free, because Triton fails if it cannot write a file
@@ -148,12 +151,6 @@ def layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor 
     returns the LayerNorm of that sum."""
     out = torch.empty_like(x)
     triton_rows.layer_norm(x, residual, weight, bias, eps, out, scale)
-    return out
-
-
-def gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    triton_rows.gate_and_mul(gate_up, gelu, out)
     return out
 
 

@@ -1,6 +1,9 @@
 """Chooses which kernel multiplies a few rows by a weight on a GPU: hearthd's own (triton_linear) or torch's. Both are measured in
 idle time, once for each size; until then torch's is used. Choices are kept in a file, which later engines read.
 
+A product of gates and ups has a choice of its own: hearthd's kernel with the activation in it, or torch's and then the kernel of
+the activation.
+
 Shapes: M rows, K inputs, N outputs.
 """
 
@@ -15,21 +18,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 
-from engine.cuda.kernels import triton_linear
+from engine.cuda.kernels import triton_linear, triton_rows
 from engine.memory.out_of_memory import lacks_memory
 from loader import cached_file
 from loader.threads import Thread
 
 log = logging.getLogger("engine")
 
-SOURCE = Path(triton_linear.__file__)
+SOURCES = Path(triton_linear.__file__), Path(triton_rows.__file__)
 REPEATS = 7
 MEASURE_TRIES = 3  # after so many tries torch's kernel stays: the times are too close, or vary too much, to choose by
 FLUSH_BYTES = 128 << 20  # written between two measurements; more than the cache holds, so that weights come from memory
@@ -37,8 +40,17 @@ HEAD_START = 32  # such writes before the first measurement; they take 1.5 ms on
 HEAD_START_TRIES = 3  # each try has twice the head start of the one before
 NOT_KEPT = "which kernels multiply few rows is not kept for the next engine: %s: %s"
 
-# Rows, N, K and dtype of a product.
-Size = tuple[int, int, int, torch.dtype]
+
+class Product(NamedTuple):
+    """A weight [N, K] that steps multiply by, and the activation of the product: gelu(gate) * up if gelu, silu(gate) * up if not,
+    none if gelu is None."""
+
+    weight: Tensor
+    gelu: bool | None = None
+
+
+# Rows, N, K, dtype and Product.gelu of a product.
+Size = tuple[int, int, int, torch.dtype, bool | None]
 
 Name = TypeVar("Name")
 
@@ -48,7 +60,7 @@ _kept_in: Path | None = None
 
 
 class _Noting(threading.local):
-    weights: list[Tensor] | None = None  # of this thread's products; other threads' are not noted
+    products: list[Product] | None = None  # of this thread's products; other threads' are not noted
 
 
 _noting = _Noting()
@@ -76,28 +88,56 @@ def few_rows(num_rows: int) -> int:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x [M, K] @ weight [N, K] transposed, plus bias [N]. It is computed by hearthd's kernel if that was measured to be
     faster at this size, else by torch's."""
-    if _noting.weights is not None:
-        _noting.weights.append(weight)
-    rows = few_rows(x.shape[0])
-    if rows and _launching.both:
-        launch_ours(x, weight, bias)
-    if rows and _ours_wins.get((rows, *weight.shape, x.dtype), False):
+    if _takes_ours(x, weight, bias, None):
         return ours(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
-def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    triton_linear.few_rows_linear(x, weight, bias, out)
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    """Returns gate_and_mul of the product that `linear` returns. It is computed by hearthd's kernel alone if that was measured to
+    be faster at this size. The product without the activation is noted and launched too, whatever was chosen: steps with LoRA
+    adapters take it."""
+    warms_up = _noting.products is not None or _launching.both
+    if _takes_ours(x, weight, bias, gelu) and not warms_up:
+        return ours(x, weight, bias, gelu)
+    return gate_and_mul(linear(x, weight, bias), gelu)
+
+
+def _takes_ours(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool | None) -> bool:
+    """Returns whether hearthd's kernel computes a product, which is noted in the context of `weights_of_products`. In that of
+    `both_kernels` the kernel is launched."""
+    if _noting.products is not None:
+        _noting.products.append(Product(weight, gelu))
+    rows = few_rows(x.shape[0])
+    if rows and _launching.both:
+        launch_ours(x, weight, bias, gelu)
+    return bool(rows) and _ours_wins.get((rows, *weight.shape, x.dtype, gelu), False)
+
+
+def ours(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool | None = None) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0] if gelu is None else weight.shape[0] // 2)
+    triton_linear.few_rows_linear(x, weight, bias, out, gelu)
     return out
 
 
-def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    triton_rows.gate_and_mul(gate_up, gelu, out)
+    return out
+
+
+def torchs(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool | None = None) -> Tensor:
+    """Returns what `ours` returns, computed by torch's kernel and, unless gelu is None, that of the activation."""
+    made = functional.linear(x, weight, bias)
+    return made if gelu is None else gate_and_mul(made, gelu)
+
+
+def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool | None = None) -> None:
     """Launches hearthd's kernel without a bias, as `measure` does, then with the bias if there is one, and drops the results.
     Triton thereby compiles every form of the kernel that later steps may launch."""
-    ours(x, weight, None)
+    ours(x, weight, None, gelu)
     if bias is not None:
-        ours(x, weight, bias)
+        ours(x, weight, bias, gelu)
 
 
 @contextmanager
@@ -113,42 +153,45 @@ def both_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def weights_of_products() -> Iterator[list[Tensor]]:
-    """Returns a context that yields a list. Each call of `linear` by this thread in the context appends its weight to the list."""
-    weights: list[Tensor] = []
-    _noting.weights = weights
+def weights_of_products() -> Iterator[list[Product]]:
+    """Returns a context that yields a list. Each product of this thread in the context is appended to the list."""
+    products: list[Product] = []
+    _noting.products = products
     try:
-        yield weights
+        yield products
     finally:
-        _noting.weights = None
+        _noting.products = None
 
 
-def one_of_each_size(weights: Iterable[Tensor]) -> list[Tensor]:
-    return list({(*weight.shape, weight.dtype): weight for weight in weights}.values())
+def one_of_each_size(products: Iterable[Product]) -> list[Product]:
+    return list({size_of(product, 1): product for product in products}.values())
 
 
-def size_of(weight: Tensor, num_rows: int) -> Size:
-    return few_rows(num_rows), weight.shape[0], weight.shape[1], weight.dtype
+def size_of(product: Product, num_rows: int) -> Size:
+    weight, gelu = product
+    return few_rows(num_rows), weight.shape[0], weight.shape[1], weight.dtype, gelu
 
 
-def is_open(weight: Tensor, num_rows: int) -> bool:
-    """Returns whether no kernel has been chosen yet for products of num_rows rows with weight [N, K]."""
-    return size_of(weight, num_rows) not in _ours_wins
+def is_open(product: Product, num_rows: int) -> bool:
+    """Returns whether no kernel has been chosen yet for this product with num_rows rows."""
+    return size_of(product, num_rows) not in _ours_wins
 
 
-def uses_ours(weight: Tensor, num_rows: int) -> bool:
-    return _ours_wins.get(size_of(weight, num_rows), False)
+def uses_ours(product: Product, num_rows: int) -> bool:
+    return _ours_wins.get(size_of(product, num_rows), False)
 
 
 def keep_in(folder: Path) -> None:
     """Loads earlier choices from a file in the folder, and makes later choices be written to this file. The file's name depends on
-    the kind of GPU, the versions of torch and Triton, and the source of hearthd's kernel. A file that is missing or cannot be read
+    the kind of GPU, the versions of torch and Triton, and the source of hearthd's kernels. A file that is missing or cannot be read
     counts as empty."""
     global _kept_in
-    measured = f"{torch.cuda.get_device_name()} {torch.__version__} {triton.__version__}".encode() + SOURCE.read_bytes()
+    measured = f"{torch.cuda.get_device_name()} {torch.__version__} {triton.__version__}".encode()
+    measured += b"".join(source.read_bytes() for source in SOURCES)
     _kept_in = path = folder / f"products-{hashlib.blake2b(measured, digest_size=12).hexdigest()}.json"
     try:
-        chosen = {(rows, n, k, getattr(torch, dtype)): bool(wins) for rows, n, k, dtype, wins in json.loads(path.read_text())}
+        lines = json.loads(path.read_text())
+        chosen = {(rows, n, k, getattr(torch, dtype), gelu): bool(wins) for rows, n, k, dtype, gelu, wins in lines}
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -174,25 +217,25 @@ def _write(path: Path) -> None:
     """Replaces the file `path`, in one step, by all choices made so far. Calls in several threads run one after the other, each
     with the choices made by then. An OSError becomes a warning in the log."""
     with _writing:
-        rows = [[*size[:3], str(size[3]).removeprefix("torch."), wins] for size, wins in list(_ours_wins.items())]
+        rows = [[*size[:3], str(size[3]).removeprefix("torch."), size[4], wins] for size, wins in list(_ours_wins.items())]
         try:
             cached_file.replace(path, json.dumps(rows).encode())
         except OSError as error:
             log.warning(NOT_KEPT, path, error)
 
 
-def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
-    """Measures both kernels for weight [N, K] with num_rows rows on the current stream of a GPU. Returns their median seconds, as
-    {"torch": ..., "triton": ...}, or {} if a kernel was chosen already, there is not enough free memory, or the host launches too
-    slowly to measure.
+def measure(product: Product, num_rows: int) -> dict[str, float]:
+    """Measures both ways to compute a product of num_rows rows, with its activation, on the current stream of a GPU: torch's and
+    hearthd's kernel. Returns their median seconds, as {"torch": ..., "triton": ...}, or {} if a kernel was chosen already, there
+    is not enough free memory, or the host launches too slowly to measure.
 
-    If one kernel is clearly faster, `linear` uses it from then on. If MEASURE_TRIES calls find neither clearly faster, torch's
-    stays."""
-    size = size_of(weight, num_rows)
+    If one is clearly faster, `linear` or `gated_linear` uses it from then on. If MEASURE_TRIES calls find neither clearly faster,
+    torch's stays."""
+    size = size_of(product, num_rows)
     if size in _ours_wins:
         return {}
     _tries[size] += 1
-    times = _measured_s(weight, num_rows)
+    times = _measured_s(product, num_rows)
     if times is not None and apart(times["torch"], times["triton"]):
         _choose(size, statistics.median(times["triton"]) < statistics.median(times["torch"]))
     elif _tries[size] >= MEASURE_TRIES:
@@ -200,16 +243,18 @@ def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
     return {} if times is None else {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
+def _measured_s(product: Product, num_rows: int) -> dict[str, list[float]] | None:
     """Returns the seconds that each of several calls of both kernels took, as {"torch": [...], "triton": [...]}. Returns None if
     there is not enough free memory, or if the host launches too slowly to measure (times_s)."""
+    weight, gelu = product
     try:
         # On the host: torch <= 2.12 refuses to sample from a GPU's default generator while any thread captures a graph
         # (pytorch#172390). The seed is fixed, so that no random state that others read changes.
         drawn = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1))
         x = drawn.to(weight.device, weight.dtype)
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=weight.device)
-        return times_s({"torch": lambda: functional.linear(x, weight), "triton": lambda: ours(x, weight, None)}, flush)
+        ways = {"torch": lambda: torchs(x, weight, None, gelu), "triton": lambda: ours(x, weight, None, gelu)}
+        return times_s(ways, flush)
     except RuntimeError as error:
         if not lacks_memory(error):
             raise

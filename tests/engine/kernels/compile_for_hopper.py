@@ -331,6 +331,8 @@ def main(capability: int, listed: bool) -> None:
     weight = torch.zeros(2 * INNER, WIDTH, dtype=dtype)
     for num_rows in tried(*entry.FEW_ROWS):
         linear_choice.ours(x[:num_rows], weight, None)
+    for num_rows, gelu in product(tried(*entry.FEW_ROWS), tried(False, True)):
+        linear_choice.ours(x[:num_rows], weight, None, gelu)
     codes = torch.zeros(2 * INNER, WIDTH, dtype=torch.uint8)
     for num_groups, group, of_byte in tried((1, WIDTH, codes), (WIDTH // 128, 128, codes), (1, WIDTH, codes.view(torch.int8))):
         matrix = (of_byte, torch.zeros(1, num_groups).expand(2 * INNER, -1), group, None)  # nothing is read

@@ -1,6 +1,7 @@
 """Counts what a layer of a dense Llama launches in a step that decodes: Triton's kernels by name, torch's operations that are more
-than a view or an allocation, and products of matrices, which stay with cuBLAS. Prints a JSON object for each form of decode
-attention. It needs no GPU, and computes nothing.
+than a view or an allocation, and products of matrices, which stay with cuBLAS. Prints three JSON objects: as it is before a GPU has
+chosen anything; where decode attention joins its pieces; and where it does and a product of few rows has its activation in it. It
+needs no GPU, and computes nothing.
 
 usage: python -m tests.engine.kernels.layer_launches (not under TRITON_INTERPRET)
 """
@@ -12,21 +13,25 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from engine.cuda.kernels import tiles
+from engine.cuda.kernels import linear_choice, tiles
 from engine.cuda.launch_only import LaunchOnlyOps, launch_only_model
 from engine.cuda.launches import recorded
+from engine.cuda.ops import CudaOps
 from tests.engine.kernels.key_cases import BLOCK_TOKENS, KeyCase, KeyStep, make_table
 from tests.engine.kernels.record_keys import HOPPER, joining
 from tests.loader.test_families import MISTRAL_7B
 
-ROWS = 8  # more than our own product takes
+MANY, FEW = 8, 4  # rows: more than our own product takes, and as many
 LAYERS = (2, 5)
+LLAMA = KeyCase("llama", MISTRAL_7B, more={"sliding_window": None})
 
 
 class Operations(TorchDispatchMode):
@@ -61,14 +66,14 @@ def counted(counts: Counter[str]) -> Iterator[None]:
         yield
 
 
-def of_layer() -> dict[str, float]:
+def of_layer(num_rows: int) -> dict[str, float]:
     """Returns how often a layer launches each: the difference between steps of models with more and with fewer layers, by layer."""
     counts = []
     for num_layers in LAYERS:
-        case = KeyCase("llama", MISTRAL_7B, more={"sliding_window": None, "num_hidden_layers": num_layers})
+        case = replace(LLAMA, more=LLAMA.more | {"num_hidden_layers": num_layers})
         with recorded(HOPPER):
             model = launch_only_model(case.spec, case.shape, BLOCK_TOKENS)
-            table, step = make_table(case, model), KeyStep(((100, 1),) * ROWS)
+            table, step = make_table(case, model), KeyStep(((100, 1),) * num_rows)
             step.run(model, table, case.max_len)
             counts.append(Counter[str]())
             with counted(counts[-1]):
@@ -79,9 +84,15 @@ def of_layer() -> dict[str, float]:
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # what kernels should have written is undefined
-    print(json.dumps(of_layer()), flush=True)
-    tiles.use(joining(KeyCase("llama", MISTRAL_7B, more={"sliding_window": None})))
-    print(json.dumps(of_layer()), flush=True)
+    print(json.dumps(of_layer(MANY)), flush=True)
+    tiles.use(joining(LLAMA))
+    print(json.dumps(of_layer(MANY)), flush=True)
+    size = (FEW, 2 * LLAMA.shape.intermediate_size, LLAMA.shape.hidden_size, torch.bfloat16, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(linear_choice._ours_wins, size, True)
+        patch.setattr(LaunchOnlyOps, "gated_linear", CudaOps.gated_linear)  # launches what was chosen alone
+        patch.setattr(LaunchOnlyOps, "linear", lambda self, x, weight, bias=None: x.new_empty(len(x), len(weight)))
+        print(json.dumps(of_layer(FEW)), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
     lines = [json.loads(text) for text in told.splitlines()]
     kernels = {line["kernel"] for line in lines}
     assert len(kernels) >= 18, kernels
+    assert sum(line["kernel"] == "_few_rows_kernel" for line in lines) >= 2  # without an activation and with one
     latents = {"_latent_piece_kernel", "_latent_extend_kernel"}
     store = {"_rope_and_store_kernel", "_store_latents_kernel"}
     assert {line["kernel"] for line in lines if line["fp8"]} == {"_piece_kernel", "_extend_kernel"} | store | latents
@@ -46,6 +47,8 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
         if line["kernel"] == "_piece_kernel":
             assert line["mma"] > 0
             assert line["async_copies_of_16_bytes"] > 0
+        if line["kernel"] == "_few_rows_kernel":
+            assert line["widest_load_bytes"] == 16
         if line["kernel"] == "_grouped_kernel":
             assert line["mma"] + line["wgmma"] > 0
             assert line["async_copies_of_16_bytes"] > 0

@@ -205,11 +205,11 @@ def loads_draw(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values that a load measures with come from the device's default generator, a few times for each size."""
     ours = linear_choice.launch_ours
 
-    def drawn(x: Any, weight: Any, bias: Any) -> None:
+    def drawn(x: Any, weight: Any, bias: Any, gelu: bool | None) -> None:
         for _ in range(8):
             graphs.torch.randn(len(x), device=weight.device)
             run.schedule.point()
-        ours(x, weight, bias)
+        ours(x, weight, bias, gelu)
 
     monkeypatch.setattr(linear_choice, "launch_ours", drawn)
 
