@@ -121,9 +121,8 @@ class CudaOps:
         return entry.gate_and_mul(gate_up, gelu=True)
 
     def gated_linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, gelu: bool) -> Tensor:
-        if isinstance(weight, Tensor):
-            return entry.gated_linear(x, weight, bias, gelu)
-        return entry.gate_and_mul(self.linear(x, weight, bias), gelu)
+        made = entry.gated_linear(x, weight, bias, gelu) if isinstance(weight, Tensor) else None
+        return entry.gate_and_mul(self.linear(x, weight, bias), gelu) if made is None else made
 
     def gelu(self, x: Tensor) -> Tensor:
         return entry.gelu(x)

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.cuda.kernels import linear_choice
+from engine.cuda.kernels import entry, linear_choice
 from engine.cuda.kernels.linear_choice import (
     HEAD_START,
     HEAD_START_TRIES,
@@ -28,6 +28,7 @@ from engine.cuda.kernels.linear_choice import (
     measure,
     weights_of_products,
 )
+from engine.cuda.ops import CudaOps
 
 WEIGHT = torch.zeros(24, 16)
 PLAIN, GATED = Product(WEIGHT), Product(WEIGHT, False)
@@ -161,15 +162,16 @@ def test_steps_take_the_way_that_was_chosen(monkeypatch: pytest.MonkeyPatch, win
         return gate_up[:, :12]
 
     monkeypatch.setattr(linear_choice, "ours", ours)
-    monkeypatch.setattr(linear_choice, "gate_and_mul", activate)
+    monkeypatch.setattr(entry, "gate_and_mul", activate)
+    ops = CudaOps.__new__(CudaOps)  # without a cache folder
     monkeypatch.setattr(linear_choice, "_ours_wins", {linear_choice.size_of(GATED, 2): wins})
-    linear_choice.gated_linear(torch.zeros(2, 16), WEIGHT, None, False)
-    linear_choice.gated_linear(torch.zeros(5, 16), WEIGHT, None, False)  # more than our kernel takes
-    linear_choice.gated_linear(torch.zeros(2, 16), WEIGHT, None, True)  # another activation
+    ops.gated_linear(torch.zeros(2, 16), WEIGHT, None, False)
+    ops.gated_linear(torch.zeros(5, 16), WEIGHT, None, False)  # more than our kernel takes
+    ops.gated_linear(torch.zeros(2, 16), WEIGHT, None, True)  # another activation
     assert launched == [("ours" if wins else "activation", 2, False), ("activation", 5, False), ("activation", 2, True)]
     launched.clear()
     with weights_of_products() as products, both_kernels():
-        linear_choice.gated_linear(torch.zeros(2, 16), WEIGHT, None, False)
+        ops.gated_linear(torch.zeros(2, 16), WEIGHT, None, False)
     assert launched == [("ours", 2, False), ("ours", 2, None), ("activation", 2, False)]
     assert [product.gelu for product in products] == [False, None]
 

@@ -93,14 +93,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    """Returns gate_and_mul of the product that `linear` returns. It is computed by hearthd's kernel alone if that was measured to
-    be faster at this size. The product without the activation is noted and launched too, whatever was chosen: steps with LoRA
-    adapters take it."""
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor | None:
+    """Returns gate_and_mul of the product of `linear`, computed by hearthd's kernel alone if that was measured to be faster at this
+    size. Returns None if it was not, and where products are noted or all kernels launched: the caller then computes both, because
+    steps with LoRA adapters take the product without the activation, whatever was chosen."""
     warms_up = _noting.products is not None or _launching.both
     if _takes_ours(x, weight, bias, gelu) and not warms_up:
         return ours(x, weight, bias, gelu)
-    return gate_and_mul(linear(x, weight, bias), gelu)
+    return None
 
 
 def _takes_ours(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool | None) -> bool:
