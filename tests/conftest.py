@@ -84,11 +84,13 @@ def pytest_runtest_setup() -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Adds the ends of the logs of a failed test's nodes to its report: their folders may be gone when somebody asks."""
     report = yield
-    folder = getattr(item, "funcargs", {}).get("tmp_path")
-    if report.failed and isinstance(folder, Path):
-        for log in sorted(folder.rglob("hearthd.log")):
-            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-            report.sections.append((f"{log.relative_to(folder)}, its last {len(lines)} lines", "\n".join(lines)))
+    if report.failed:
+        given = getattr(item, "funcargs", {}).values()  # tmp_path, or a node that several tests share
+        folders = {folder for one in given if isinstance(folder := getattr(one, "folder", one), Path)}
+        for folder in sorted(folders):
+            for log in sorted(folder.rglob("hearthd.log")):
+                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                report.sections.append((f"{log.relative_to(folder)}, its last {len(lines)} lines", "\n".join(lines)))
     return report
 
 

@@ -16,6 +16,7 @@ from tests.e2e.node import Node, without_drafts
 PROMPTS = [f"story number {i} begins" for i in range(8)]
 NUM_TOKENS = 300
 LONG_TOKENS = 2000  # so many that all streams are seen at the same time, on fast machines, too
+LONGEST_TOKENS = 4000  # so many that streams last while another model is loaded, on busy machines, too
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +117,11 @@ def test_streams_of_a_killed_engine_go_on_at_the_other_replica(node: Node, texts
 
 def test_a_busy_replica_makes_room_for_another_model(node: Node, texts: list[str]) -> None:
     devices = bring_both(node)
-    streams = [Stream(node, "two", prompt, LONG_TOKENS) for prompt in PROMPTS]
+    streams = [Stream(node, "two", prompt, LONGEST_TOKENS) for prompt in PROMPTS]
     for stream in streams:
         stream.wait_for_chunks(1)
     assert Stream(node, "wide", "room", 4).join().error == ""
+    assert any(stream.alive for stream in streams), "they ended before the room was needed"
     assert (rows(node)["wide"]["device"], rows(node)["two"]["device"]) == (devices["two#2"], devices["two"])
     for stream, text in zip(streams, texts, strict=True):
         assert stream.join().error == ""
