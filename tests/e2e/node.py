@@ -103,6 +103,7 @@ class Node:
         with self.log.open("ab") as log:
             command, variables = self.command(), self.environment()
             is_usual = [*self.program] == [*PROGRAM] and self.python == sys.executable
+            is_usual &= "--cache-dir" not in self.flags  # the process that forks has bound kernels to the folder of the tests
             if self._forked and is_usual:
                 self.process = daemon_forks.start(self.runner, command[1 + len(PROGRAM) :], variables, log.fileno())
             if self.process is None:
