@@ -25,14 +25,18 @@ KEY = "a key of a tenant of this node"
 def mount(tmp_path: Path) -> Iterator[SlowMount]:
     """Yields a mount below the models folder, with the model `far` on it."""
     make_model(tmp_path / "far", seed=2, weights_bytes=24 << 20)
-    at = tmp_path / "n" / "models" / "far"
-    at.mkdir(parents=True)
-    try:
-        made = SlowMount(tmp_path / "far", at)
-    except OSError as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
+    made = mounted(tmp_path / "far", tmp_path / "n" / "models" / "far")
     yield made
     made.close()
+
+
+def mounted(folder: Path, at: Path) -> SlowMount:
+    """Mounts a folder at `at`, which it makes. Skips the test where that cannot be done."""
+    at.mkdir(parents=True)
+    try:
+        return SlowMount(folder, at)
+    except OSError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
 
 
 def test_a_chat_template_that_hangs_delays_no_rescan(tmp_path: Path) -> None:
@@ -40,11 +44,7 @@ def test_a_chat_template_that_hangs_delays_no_rescan(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "own.jinja").write_text("{{ messages[0]['content'] }}")
     at = tmp_path / "at"
-    at.mkdir()
-    try:
-        mount = SlowMount(tmp_path / "far", at)
-    except OSError as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
+    mount = mounted(tmp_path / "far", at)
     make_model(tmp_path / "n" / "models" / "a")
     with Node(tmp_path / "n", config=f'[models.a]\nchat_template = "{at}/own.jinja"\n') as node:
         try:
@@ -65,11 +65,7 @@ def test_settings_that_hang_delay_their_reload_alone(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "keys.toml").write_text(f'[tenants.a]\nkeys = ["{hash_key(KEY)}"]\n')
     at = tmp_path / "at"
-    at.mkdir()
-    try:
-        mount = SlowMount(tmp_path / "far", at)
-    except OSError as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
+    mount = mounted(tmp_path / "far", at)
     make_model(tmp_path / "n" / "models" / "a")
     with Node(tmp_path / "n", flags=["--keys-file", str(at / "keys.toml")]) as node, ThreadPoolExecutor(1) as pool:
         try:

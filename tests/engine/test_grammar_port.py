@@ -295,7 +295,7 @@ def test_a_process_that_cannot_be_started_fails_its_request_and_the_next_one_tri
 def test_a_process_that_cannot_be_started_again_fails_all_that_need_it(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three requests one samples, one waits for its first mask and one for a row."""
+    """Three requests are running: one samples, one waits for its first mask and one waits for a row."""
     served = model("m", 2)
     served.scheduler = scheduler = Scheduler()
     with monkeypatch.context() as patches:
