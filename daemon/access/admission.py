@@ -137,7 +137,7 @@ class Access:
     def _refuse_other_sites(self, request: web.Request, endpoint: Guarded | None) -> None:
         host = request.headers.get("Host", "")
         if host and not self._is_ours(host):
-            self._refused("other host", request)
+            self._refused("other host", request, f"host {host[:256]!r} is not in allowed_hosts")
             raise NotAllowed(
                 "host_not_allowed",
                 f"This server does not answer for the host {host[:256]!r}. Use an address, or name the host in allowed_hosts.",
@@ -150,7 +150,7 @@ class Access:
         host = request.headers.get("Host", "")
         if origin is None or (host and origin.partition("://")[2].lower() == host.lower()):
             return
-        self._refused("other origin", request)
+        self._refused("other origin", request, f"origin {origin[:256]!r} is not in allowed_origins")
         raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server (allowed_origins).")
 
     def _is_ours(self, host_header: str) -> bool:
@@ -164,18 +164,17 @@ class Access:
             return True
         return is_address(host) or host in [name.lower().rstrip(".") for name in self._settings.allowed_hosts]
 
-    def _refused(self, reason: str, request: web.Request) -> None:
+    def _refused(self, reason: str, request: web.Request, detail: str = "") -> None:
         """Counts a refused request, and logs at most one line a minute for each reason, because strangers must not be able to fill
-        the log."""
+        the log. detail: what the log says of the request besides the reason."""
         self._count(reason.replace(" ", "_"))
         self._untold[reason] += 1
         now = time.monotonic()
         if now - self._told_s.get(reason, -TELL_EVERY_S) < TELL_EVERY_S:
             return
         self._told_s[reason] = now
-        log.warning(
-            "refused requests: %d (%s), the last from %s", self._untold.pop(reason), reason, request.remote or "a local socket"
-        )
+        sender = f"{request.remote or 'a local socket'}{': ' if detail else ''}{detail}"
+        log.warning("refused requests: %d (%s), the last from %s", self._untold.pop(reason), reason, sender)
 
 
 def _known(key: Key) -> dict[str, object]:

@@ -222,6 +222,17 @@ async def test_without_keys_other_origins_are_refused() -> None:
             assert not [name for name in answer.headers if name.lower().startswith("access-control-")]
 
 
+async def test_the_log_names_what_is_refused_and_the_setting(caplog: pytest.LogCaptureFixture) -> None:
+    async with serve() as node, ClientSession(node.url) as http:
+        await status(http, "GET", "/v1/models", {"Origin": "https://a.example"})
+        await status(http, "GET", "/v1/models", {"Host": "b.example"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "hearthd.access"]
+    assert lines == [
+        "refused requests: 1 (other origin), the last from 127.0.0.1: origin 'https://a.example' is not in allowed_origins",
+        "refused requests: 1 (other host), the last from 127.0.0.1: host 'b.example' is not in allowed_hosts",
+    ]
+
+
 async def test_with_keys_neither_matters(tmp_path: Path) -> None:
     async with serve(access=Access(tenants(tmp_path))) as node, ClientSession(node.url) as http:
         headers = bearer("key-of-all") | {"Host": "evil.example", "Origin": "https://evil.example"}

@@ -224,6 +224,7 @@ def test_ollamas_client(node: Node) -> None:
         assert told.prompt_eval_count == 4 + 3
         assert 0 < (told.load_duration or 0) < (told.total_duration or 0)
         assert client.embed("enc", "blue").embeddings[0] == pytest.approx(told.embeddings[1], abs=1e-5)
+        assert client.embed("enc", []).embeddings == []
         cut = client.embed("enc", ["the sky " * 20, "the sky " * 15])  # of 42 and 32 tokens, where 32 fit
         assert cut.prompt_eval_count == 2 * MAX_TOKENS
         assert cut.embeddings[0] == pytest.approx(cut.embeddings[1], abs=1e-5)

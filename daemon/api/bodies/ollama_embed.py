@@ -44,6 +44,8 @@ EMBEDDINGS_MEANINGS = {
     "prompt": "a text",
     **{name: MEANINGS[name] for name in ("model", "options", "keep_alive")},
 }
+NO_TEXTS = packed([], "input")  # the texts of `input: []`, which Ollama answers with no embeddings
+EMPTY_LISTS = [b"[]"], [b"[", b"]"]
 _decoder = msgspec.json.Decoder(OllamaEmbedBody)
 _embeddings_decoder = msgspec.json.Decoder(OllamaEmbeddingsBody)
 
@@ -52,7 +54,10 @@ def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
     """Parses a body. Returns the fields that the daemon needs, as for a request to /v1/embeddings, and the texts as msgpack (see
     `prompts`). Raises BadRequest (400) naming the field."""
     fields: OllamaEmbedBody = decode(_decoder, body, "")
-    kind, texts, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
+    if bytes(fields.input).split() in EMPTY_LISTS:
+        kind, texts = "text", NO_TEXTS
+    else:
+        kind, texts, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":
         raise invalid("input", "input must be a string or a list of strings")
     head = EmbeddingsHead(fields.model, kind, False, fields.dimensions, None, cut_ends=fields.truncate is not False)

@@ -57,13 +57,18 @@ async def _handle(call: Call) -> web.Response:
     return json_response({"object": "list", "data": data, "model": model.own_name, "usage": usage})
 
 
+def check_embeds(model: ModelEntry) -> int:
+    """Returns the size of a model's embeddings. Raises BadRequest if the model has none."""
+    if not model.embedding_size:
+        raise BadRequest("wrong_task", f"{model.name} {model.does}; it has no embeddings", param="model")
+    return model.embedding_size
+
+
 async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, model: ModelEntry) -> Embedded:
     """Computes the embeddings of a request's texts. head: the fields of its body. packed: the texts or token ids of its body,
     packed for the text worker. Raises HearthError."""
     context = call.context
-    size = model.embedding_size
-    if not size:
-        raise BadRequest("wrong_task", f"{model.name} {model.does}; it has no embeddings", param="model")
+    size = check_embeds(model)
     num_dimensions = head.dimensions or size
     if num_dimensions != size and num_dimensions not in model.cut_sizes:
         raise invalid("dimensions", f"dimensions: {num_dimensions} was asked for, {model.name} has {size} {_cuts(model.cut_sizes)}")

@@ -9,7 +9,7 @@ from aiohttp import web
 from daemon.api.bodies import embeddings, ollama_embed
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Call, Endpoint, FieldTable
-from daemon.api.endpoints.embeddings import as_numbers, embedded, in_turns
+from daemon.api.endpoints.embeddings import as_numbers, check_embeds, embedded, in_turns
 from daemon.api.endpoints.ollama import OLLAMA, body_of, durations, error_body
 from daemon.errors import HearthError
 from daemon.http.answers import json_response
@@ -29,6 +29,9 @@ def _embeddings_error_body(error: HearthError) -> dict[str, str | None]:
 async def _handle(call: Call) -> web.Response:
     started_s = time.monotonic()
     head, packed, model = await read_parts(call, _BODY)
+    if packed == ollama_embed.NO_TEXTS:
+        check_embeds(model)
+        return json_response({"model": model.own_name, "embeddings": []})
     told = await embedded(call, head, packed, model)
     vectors = await in_turns(told, as_numbers)
     counts = {"prompt_eval_count": told.num_tokens, **durations(started_s, told.first)}

@@ -165,7 +165,7 @@ def test_bad_fields_of_a_prompt_are_named(fields: dict[str, Any], param: str) ->
     [
         (ollama_embed.parse, {"input": 5}, "input"),
         (ollama_embed.parse, {"input": [1, 2]}, "input"),
-        (ollama_embed.parse, {"input": []}, "input"),
+        (ollama_embed.parse, {"input": [[]]}, "input[0]"),
         (ollama_embed.parse, {}, "input"),
         (ollama_embed.parse, {"input": "a", "dimensions": 0}, "dimensions"),
         (ollama_embed.parse, {"input": "a", "truncate": "end"}, "truncate"),

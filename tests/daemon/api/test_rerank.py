@@ -164,7 +164,8 @@ async def test_a_cross_encoder_does_nothing_else(http) -> None:
     ):
         error = check_error(400, json.dumps(await post(http, path, {"model": "rank", **body}, 400)), "model")
         assert (error["code"], told in str(error["message"])) == ("wrong_task", True)
-    assert told in (await post(http, "/api/embed", {"model": "rank", "input": "hi"}, 400))["error"]
+    for texts in ("hi", []):
+        assert told in (await post(http, "/api/embed", {"model": "rank", "input": texts}, 400))["error"]
     assert told in (await post(http, "/api/generate", {"model": "rank"}, 400))["error"]
     shown = await post(http, "/api/show", {"model": "rank"})
     assert shown["capabilities"] == []
