@@ -9,8 +9,8 @@ launch combine the split-K parts of a sequence's attention themselves. It relies
 visible. On a GPU with another order some of its results would be wrong, which measured times do not show.
 
 Where FlashAttention is installed, prompts are also measured with it (tiles with `flash`). Its code ends the process where it fails,
-so a file (flash_mark) exists while its results are compared. If an engine finds that file when it starts, an earlier one ended in
-the comparison, and FlashAttention is neither compared nor used until the file is deleted.
+so a TrialMark is set while its results are compared. If an engine finds, when it starts, the mark of another one that has ended in
+the comparison, FlashAttention is neither compared nor used until the mark's file is deleted.
 
 A choice takes effect only in the next engine, because graphs hold grids and tiles, and because another tile may change the last
 bits of logits and so the text of a running request.
@@ -24,7 +24,6 @@ import logging
 import statistics
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from engine.cuda.kernels import flash_attention, linear_choice, tiles, triton_de
 from engine.cuda.kernels.linear_choice import MEASURE_TRIES, apart
 from engine.cuda.kernels.tiles import MeasuredTile, Place, Tile
 from engine.cuda.tile_trials import Trial, trials_of
+from engine.cuda.trial_marks import TrialMark
 from engine.memory.out_of_memory import lacks_memory
 from engine.protocol import LoadModel
 from loader import cached_file
@@ -129,7 +129,7 @@ class TileChoice:
     """The choice of tiles for attention on one GPU.
 
     path: the file in which choices are kept (see choice_file).
-    flash_mark: the file that exists while results of FlashAttention are compared (see usable_flash); None: it cannot be used.
+    flash_mark: set while results of FlashAttention are compared (see usable_flash); None: it cannot be used.
     compile_tiles: compiles, in another process, all kernels with which a model's tiles are measured, and returns whether that
     succeeded; it is called in a thread.
     measure: measures the times of tiles on the device. compare: compares a tile's results with those of the table's tile."""
@@ -141,7 +141,7 @@ class TileChoice:
         compile_tiles: Compile,
         measure: Measure,
         compare: Compare,
-        flash_mark: Path | None = None,
+        flash_mark: TrialMark | None = None,
     ) -> None:
         self._path, self._block_tokens, self._compile, self._flash_mark = path, block_tokens, compile_tiles, flash_mark
         self._measure, self._compare = measure, compare
@@ -230,24 +230,21 @@ class TileChoice:
         return True
 
     def _compare_flash(self, trial: Trial, rival: Tile) -> bool | None:
-        """Compares the results of FlashAttention as the function `compare` does. The file flash_mark exists meanwhile, and stays if
-        the process ends. Returns False also if the library refuses the call, and None if the file cannot be made."""
+        """Compares the results of FlashAttention as the function `compare` does. The mark is set meanwhile, and stays if the
+        process ends. Returns False also if the library refuses the call, and None if the mark cannot be set."""
         assert self._flash_mark is not None
         try:
-            self._flash_mark.touch()
+            with self._flash_mark.set():
+                try:
+                    return self._compare(trial, rival)
+                except RuntimeError as error:
+                    if type(error) is not RuntimeError or "CUDA" in str(error):  # the device is lost, and the engine ends
+                        raise
+                    log.warning("%s: FlashAttention refuses it: %s", trial, error)
+                    return False
         except OSError as error:
             log.warning("%s: FlashAttention is not compared: %s", trial, error)
             return None
-        try:
-            is_right = self._compare(trial, rival)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError or "CUDA" in str(error):  # the device is lost, and the engine ends
-                raise
-            log.warning("%s: FlashAttention refuses it: %s", trial, error)
-            is_right = False
-        with suppress(OSError):
-            self._flash_mark.unlink()
-        return is_right
 
     def _has_times(self, contest: _Contest, rival: Tile) -> bool:
         """Measures the times of a rival tile and of the best tile once. Returns whether one is clearly faster; if that is the
@@ -311,15 +308,15 @@ class _Kept(NamedTuple):
         return json.dumps({"kept": kept, "excluded": sorted(self.excluded)}).encode()  # a tuple becomes a list
 
 
-def usable_flash(folder: Path, gpu: int) -> tuple[str, Path | None]:
-    """Returns the version of FlashAttention that can be used, and the file in `folder` that exists while its results are compared;
+def usable_flash(folder: Path, gpu: int) -> tuple[str, TrialMark | None]:
+    """Returns the version of FlashAttention that can be used, and the mark in `folder` that is set while its results are compared;
     "" and None if none can be used. gpu: the compute capability, 90 for 9.0."""
     if not (version := flash_attention.version(gpu)):
         return "", None
-    mark = folder / f"flash-attention-{version}-is-compared"
-    if mark.exists():
+    mark = TrialMark(folder, f"flash-attention-{version}")
+    if (left := mark.left()) is not None:
         log.warning(
-            "FlashAttention %s is not used: an engine ended while it compared its results; to try again, delete %s", version, mark
+            "FlashAttention %s is not used: an engine ended while it compared its results; to try again, delete %s", version, left
         )
         return "", None
     return version, mark

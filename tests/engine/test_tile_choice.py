@@ -444,7 +444,7 @@ def test_results_of_each_tile_are_compared(monkeypatch: pytest.MonkeyPatch, kern
     trial = Trial(kernel, 2, 1, 64, "float16", "fp8" if fp8 else "float16", 16)
     compare = tile_choice.compared_on(torch.device("cpu"), 1)
     assert [compare(trial, tile) for tile in trial.tiles[1:]] == [True] * (len(trial.tiles) - 1)
-    call = tile_trials._Inputs.call
+    call = tile_trials.Inputs.call
 
     def without_a_token(inputs: Any, tile: Tile, qkv: Any, out: torch.Tensor, in_order: bool = False) -> Any:
         own = call(inputs, tile, qkv, out, in_order)
@@ -456,13 +456,13 @@ def test_results_of_each_tile_are_compared(monkeypatch: pytest.MonkeyPatch, kern
 
         return launch
 
-    monkeypatch.setattr(tile_trials._Inputs, "call", without_a_token)
+    monkeypatch.setattr(tile_trials.Inputs, "call", without_a_token)
     assert compare(trial, trial.tiles[1]) is False
 
     def refuse(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(tile_trials._Inputs, "call", refuse)
+    monkeypatch.setattr(tile_trials.Inputs, "call", refuse)
     assert compare(trial, trial.tiles[1]) is None
 
 
