@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import tiles
+from engine.cuda.kernels import tiles, triton_overlap
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_fp8 import (
     MOVED_FACTOR,
@@ -41,6 +41,7 @@ from engine.cuda.kernels.triton_fp8 import (
     rows_of,
     scales_at,
 )
+from engine.cuda.kernels.triton_overlap import await_earlier
 from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, scores_of
 
 SPLIT_TOKENS = 64  # a piece's number of positions is a multiple of this
@@ -322,7 +323,9 @@ def _piece_kernel(
     HEADS: tl.constexpr,  # heads that are joined at a time
     PIECES: tl.constexpr,  # pieces that are joined at a time
     SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_earlier(OVERLAPS)
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     group: tl.constexpr = H // G
@@ -445,7 +448,9 @@ def _combine_kernel(
     PADDED_D: tl.constexpr,
     PIECES: tl.constexpr,
     SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_earlier(OVERLAPS)
     row, head = tl.program_id(0), tl.program_id(1)
     dim, offset = tl.arange(0, PADDED_D), tl.arange(0, PIECES)
     first, end = tl.load(firsts + row), tl.load(firsts + row + 1)
@@ -598,6 +603,7 @@ def decode_attention(
         SINKS=joins and sinks is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **triton_overlap.options(),
     )
     if in_order:
         join_in_order(partial, partial_log, work, kv_heads, sinks, out)
@@ -665,4 +671,5 @@ def combine(partial: Tensor, partial_log: Tensor, work: DecodeWork, sinks: Tenso
         PIECES=_pieces_at_once(padded),
         SINKS=sinks is not None,
         num_warps=2 if padded <= 256 else 4,
+        **triton_overlap.options(),
     )

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels import triton_overlap
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
+from engine.cuda.kernels.triton_overlap import await_earlier
 from engine.cuda.kernels.triton_rows import activated
 
 MAX_ROWS = 4
@@ -27,6 +29,32 @@ def _finished(sums, added, narrow: tl.constexpr, GATED: tl.constexpr, GELU: tl.c
         active = activated(gate.to(tl.float32), GELU).to(narrow).to(tl.float32)
         outputs = (active * up.to(tl.float32)).to(narrow)
     return outputs
+
+
+@triton.jit
+def _weights_at(rows, there, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Loads the weights [BLOCK_N, BLOCK_K] of inputs `start` and following. rows: pointers to rows of the weights. there: which of
+    the rows exist."""
+    at = start + tl.arange(0, BLOCK_K)
+    mask = there[:, None] & (at < K)[None, :]
+    return tl.load(rows + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _with_products(sums0, sums1, sums2, sums3, weights, x, start, K: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Adds to the sums of up to four rows, each [BLOCK_N, BLOCK_K], the products of weights [BLOCK_N, BLOCK_K] with inputs `start`
+    and following, and returns them."""
+    at = start + tl.arange(0, BLOCK_K)
+    inside = at < K
+    factor = weights.to(tl.float32)
+    sums0 += factor * tl.load(x + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if M > 1:
+        sums1 += factor * tl.load(x + K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if M > 2:
+        sums2 += factor * tl.load(x + 2 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if M > 3:
+        sums3 += factor * tl.load(x + 3 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return sums0, sums1, sums2, sums3
 
 
 # A program reads four values of the bias and stores two or four outputs a row. How x and the weights are aligned decides how fast
@@ -45,6 +73,7 @@ def _few_rows_kernel(
     GELU: tl.constexpr,  # else SiLU, if GATED
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     number = tl.arange(0, BLOCK_N)
     if GATED:  # a gate and its up are neighbours among a program's sums; in the weights they are N / 2 rows apart
@@ -59,18 +88,13 @@ def _few_rows_kernel(
     sums0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums1, sums2, sums3 = sums0, sums0, sums0
     rows = weight + output.to(tl.int64)[:, None] * K
-    for start in range(0, K, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
-        inside = at < K
-        factor = tl.load(rows + at[None, :], mask=there[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-        factor = factor.to(tl.float32)
-        sums0 += factor * tl.load(x + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if M > 1:
-            sums1 += factor * tl.load(x + K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if M > 2:
-            sums2 += factor * tl.load(x + 2 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if M > 3:
-            sums3 += factor * tl.load(x + 3 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if OVERLAPS:  # no kernel writes weights, so the first ones are read before the kernel before this one has ended
+        weights = _weights_at(rows, there, 0, K, BLOCK_K)
+        await_earlier(OVERLAPS)
+        sums0, sums1, sums2, sums3 = _with_products(sums0, sums1, sums2, sums3, weights, x, 0, K, M, BLOCK_K)
+    for start in range(BLOCK_K if OVERLAPS else 0, K, BLOCK_K):
+        weights = _weights_at(rows, there, start, K, BLOCK_K)
+        sums0, sums1, sums2, sums3 = _with_products(sums0, sums1, sums2, sums3, weights, x, start, K, M, BLOCK_K)
     added = tl.zeros([BLOCK_N], tl.float32)
     if BIAS:
         added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
@@ -107,4 +131,5 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=4,
+        **triton_overlap.options(),
     )

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels import triton_overlap
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale, size_bits
+from engine.cuda.kernels.triton_overlap import await_earlier
 from engine.ops.ops import Rotary
 
 
@@ -95,7 +97,9 @@ def _rope_and_store_kernel(
     INTERLEAVED: tl.constexpr,  # pairs are neighbouring dimensions, else i and P + i
     TURNED: tl.constexpr,  # heads that are rotated, the first ones
     VALUES: tl.constexpr,  # whether values have norms
+    OVERLAPS: tl.constexpr,
 ):
+    await_earlier(OVERLAPS)
     narrow: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -237,6 +241,7 @@ def rope_and_store(
         TURNED=heads + kv_heads if num_turned is None else num_turned,
         VALUES=value_norm is not None,
         num_warps=4,
+        **triton_overlap.options(),
     )
 
 
@@ -283,4 +288,5 @@ def rope(
         TURNED=heads,
         VALUES=False,
         num_warps=4,
+        **triton_overlap.options(),
     )

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels import triton_overlap
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
+from engine.cuda.kernels.triton_overlap import await_earlier
 
 GATE_BLOCK = 1024
 
@@ -30,9 +32,11 @@ def _norm_kernel(
     CENTRED: tl.constexpr,  # LayerNorm, else RMS
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     at = tl.arange(0, BLOCK)
     inside = at < W
+    await_earlier(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * W + at
     value = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -98,6 +102,7 @@ def _norm(
         BIASED=bias is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
+        **triton_overlap.options(),
     )
 
 
@@ -119,7 +124,9 @@ def _gate_kernel(
     GELU: tl.constexpr,
     UP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_earlier(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < W
@@ -145,7 +152,9 @@ def gelu(x: Tensor, out: Tensor) -> None:
 def _activate(gate_up: Tensor, out: Tensor, gelu: bool, has_up: bool) -> None:
     rows, width = out.shape
     block = min(GATE_BLOCK, power_of_two(width))
-    _gate_kernel[(rows, ceil_div(width, block))](gate_up, out, W=width, GELU=gelu, UP=has_up, BLOCK=block, num_warps=4)
+    _gate_kernel[(rows, ceil_div(width, block))](
+        gate_up, out, W=width, GELU=gelu, UP=has_up, BLOCK=block, num_warps=4, **triton_overlap.options()
+    )
 
 
 @triton.jit

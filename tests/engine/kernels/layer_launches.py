@@ -1,7 +1,7 @@
 """Counts what a layer of a dense Llama launches in a step that decodes: Triton's kernels by name, torch's operations that are more
-than a view or an allocation, and products of matrices, which stay with cuBLAS. Prints three JSON objects: as it is before a GPU has
-chosen anything; where decode attention joins its pieces; and where it does and a product of few rows has its activation in it. It
-needs no GPU, and computes nothing.
+than a view or an allocation, and products of matrices, which stay with cuBLAS. Prints four JSON objects: as it is before a GPU has
+chosen anything; where decode attention joins its pieces; where it does and a product of few rows has its activation in it; and of
+these the kernels that overlap, where they are to. It needs no GPU, and computes nothing.
 
 usage: python -m tests.engine.kernels.layer_launches (not under TRITON_INTERPRET)
 """
@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from engine.cuda.kernels import linear_choice, tiles
+from engine.cuda.kernels import linear_choice, tiles, triton_overlap
 from engine.cuda.launch_only import LaunchOnlyOps, launch_only_model
 from engine.cuda.launches import recorded
 from engine.cuda.ops import CudaOps
@@ -48,16 +48,16 @@ class Operations(TorchDispatchMode):
 
 
 @contextmanager
-def counted(counts: Counter[str]) -> Iterator[None]:
-    """Counts what is launched inside the context."""
+def counted(counts: Counter[str], overlapping: bool = False) -> Iterator[None]:
+    """Counts what is launched inside the context. overlapping: only the kernels that overlap."""
     run, linear = JITFunction.run, LaunchOnlyOps.linear
 
     def launched(kernel: Any, *args: Any, **options: Any) -> Any:
-        counts[kernel.fn.__name__] += 1
+        counts[kernel.fn.__name__] += options.get("launch_pdl", not overlapping)
         return run(kernel, *args, **options)
 
     def multiplied(self: LaunchOnlyOps, *args: Any) -> Any:
-        counts["product"] += 1
+        counts["product"] += not overlapping
         return linear(self, *args)
 
     with pytest.MonkeyPatch.context() as patch, Operations(counts):
@@ -66,8 +66,9 @@ def counted(counts: Counter[str]) -> Iterator[None]:
         yield
 
 
-def of_layer(num_rows: int) -> dict[str, float]:
-    """Returns how often a layer launches each: the difference between steps of models with more and with fewer layers, by layer."""
+def of_layer(num_rows: int, overlapping: bool = False) -> dict[str, float]:
+    """Returns how often a layer launches each: the difference between steps of models with more and with fewer layers, by layer.
+    overlapping: as in `counted`."""
     counts = []
     for num_layers in LAYERS:
         case = replace(LLAMA, more=LLAMA.more | {"num_hidden_layers": num_layers})
@@ -76,7 +77,7 @@ def of_layer(num_rows: int) -> dict[str, float]:
             table, step = make_table(case, model), KeyStep(((100, 1),) * num_rows)
             step.run(model, table, case.max_len)
             counts.append(Counter[str]())
-            with counted(counts[-1]):
+            with counted(counts[-1], overlapping):
                 step.run(model, table, case.max_len)
     fewer, more = counts
     return {name: (more[name] - fewer[name]) / (LAYERS[1] - LAYERS[0]) for name in more if more[name] != fewer[name]}
@@ -93,6 +94,8 @@ def main() -> None:
         patch.setattr(LaunchOnlyOps, "gated_linear", CudaOps.gated_linear)  # launches what was chosen alone
         patch.setattr(LaunchOnlyOps, "linear", lambda self, x, weight, bias=None: x.new_empty(len(x), len(weight)))
         print(json.dumps(of_layer(FEW)), flush=True)
+        triton_overlap.use(True)
+        print(json.dumps(of_layer(FEW, overlapping=True)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Records for which keys Triton would compile the kernels of a model's `warm`, and those of every kind of step after it. Prints one
 JSON line for each model: the number of keys of its warm-up, and the keys that steps add, each with the first step that has it.
 
-One of the models is recorded again with the tiles that join the pieces of decode attention.
+One of the models is recorded again with the tiles that join the pieces of decode attention, and with kernels that overlap.
 
 usage: python -m tests.engine.kernels.record_keys [--every] (not under TRITON_INTERPRET; --every: all models, all row counts)
 """
@@ -25,7 +25,7 @@ from engine.cuda.columns import padding_columns
 from engine.cuda.edited_graphs import EditedGraphs
 from engine.cuda.frames import DeviceFrames
 from engine.cuda.graphs import graph_rows
-from engine.cuda.kernels import tiles
+from engine.cuda.kernels import tiles, triton_overlap
 from engine.cuda.kernels.tiles import MeasuredTile
 from engine.cuda.launch_only import launch_only_model
 from engine.cuda.launches import recorded
@@ -152,6 +152,7 @@ def main() -> None:
             if every or case.name in COVERING:
                 print(json.dumps(record(case, every)), flush=True)
         tiles.use(joining(JOINING))
+        triton_overlap.use(True)
         print(json.dumps(record(JOINING, every)), flush=True)
 
 
