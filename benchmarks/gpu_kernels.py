@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +17,14 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, read_bytes_per_s, seconds_of
+from engine.cuda import overlap_choice, overlap_trial
+from engine.cuda.graphs import captured
 from engine.cuda.kernels import (
     entry,
     linear_choice,
     triton_decode,
     triton_extend,
+    triton_overlap,
     triton_rope,
     triton_rows,
     triton_sampling,
@@ -36,6 +40,7 @@ from loader.shapes import kv_layout
 from loader.shapes.kv_dtypes import KV_FP8, kv_dtype_named
 
 BLOCK_TOKENS = 16
+SMALL_LAYERS = overlap_trial.Sizes(64, 96, 4, 2, 16, 20, num_layers=1, dtype="float32")
 CACHES_BYTES = 512 << 20  # inputs are taken in turn from so much memory, or the cache would be measured
 
 
@@ -242,6 +247,24 @@ def packed_weights(table: Table, num_values: int) -> None:
     table.bytes("packed weights", case, 2 * num_values, lambda: triton_unpack.unpack(data, begins, FRAME_VALUES, out, refused))
 
 
+def layers(table: Table, num_rows: int) -> None:
+    """Some layers of a 1B model's decode step, whose kernels run apart or overlap: times of a captured graph, and whether those
+    that overlap have the right results. Interpreted, and on GPUs without it, the layers are only launched."""
+    line: dict[str, Any] = {"benchmark": "gpu_kernels", "kernel": "overlapping layers", "case": f"{num_rows} rows"}
+    if table.tiny or torch.cuda.get_device_capability() not in [divmod(one, 10) for one in triton_overlap.CAPABILITIES]:
+        sizes = SMALL_LAYERS if table.tiny else None
+        overlap_trial.Layers(num_rows, BLOCK_TOKENS, table.device, 2, sizes).launch()
+        table.tell(line)
+        return
+    num_cores = torch.cuda.get_device_properties(0).multi_processor_count
+    of_device = (BLOCK_TOKENS, table.device, num_cores, partial(captured, torch.device(table.device)))
+    times = overlap_choice.measured_on(*of_device)(num_rows)
+    is_right = overlap_choice.compared_on(*of_device)(num_rows)
+    apart, overlapping = (0.0, 0.0) if times is None else map(statistics.median, times)
+    figures = {"apart_us": round(apart * 1e6, 1), "overlapping_us": round(overlapping * 1e6, 1)}
+    table.tell(line | figures | {"ratio": round(overlapping / apart, 3) if apart else None, "is_right": is_right})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_kernels", description=__doc__)
     parser.add_argument("--tiny", action="store_true")
@@ -259,6 +282,7 @@ def main() -> None:
         extend(table, 20, 5, 4, 2, 16, kv_dtype=KV_FP8)
         rope(table, 2, 4, 2, 16, kv_dtype=KV_FP8)
         sampling(table, 2, 50)
+        layers(table, 1)
         packed_weights(table, 5000)
         return
     decode(table, 64, 4096, 32, 8, 128)
@@ -282,6 +306,8 @@ def main() -> None:
     for num_rows in (1, 64, 256):
         sampling(table, num_rows, 128256)
     packed_weights(table, 4096 * 14336)
+    for num_rows in overlap_trial.ROWS:
+        layers(table, num_rows)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,18 @@ from torch import Tensor
 
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
+from engine.cuda import overlap_choice
 from engine.cuda.begins import DeviceBegins
 from engine.cuda.collectives import Connects
 from engine.cuda.frames import DeviceFrames, device_frames
 from engine.cuda.graphs import captured, give_back_memory
 from engine.cuda.kept_models import KeptModels
 from engine.cuda.kernel_builds import CudaKernelBuilds
+from engine.cuda.kernels import triton_overlap
 from engine.cuda.model import CudaModel
 from engine.cuda.nccl import NcclError, nccl
 from engine.cuda.ops import CudaOps
+from engine.cuda.overlap_choice import OverlapChoice
 from engine.cuda.peers import Peers
 from engine.cuda.ranks import connect
 from engine.cuda.share import CudaShare, ShareLinks
@@ -110,6 +113,7 @@ class CudaBackend:
         self._load_stream = torch.cuda.Stream() if memory.arena.is_cuda else None
         self._builds: CudaKernelBuilds | None = None  # None: kernels are interpreted
         self._tile_choice: TileChoice | None = None  # None likewise
+        self._overlap_choice: OverlapChoice | None = None  # None also where kernels cannot overlap
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
         self._ops = CudaOps(self._options.cache_dir)
@@ -128,6 +132,23 @@ class CudaBackend:
             tries = measured_on(*of_device), compared_on(*of_device, partial(captured, device))
             self._tile_choice = TileChoice(path, self._options.block_tokens, builds, *tries, flash_mark)
             self._tile_choice.begin()
+            if capability in triton_overlap.CAPABILITIES:
+                self._begin_overlap_choice(folder, f"{gpu.name} {major}.{minor}", gpu.multi_processor_count, self._builds)
+
+    def _begin_overlap_choice(self, folder: Path, gpu: str, num_cores: int, builds: CudaKernelBuilds) -> None:
+        """Reads whether kernels are to overlap, and prepares to find it out; not with a driver that is too old. gpu: its name and
+        compute capability. num_cores: its number of multiprocessors."""
+        from engine.cuda.memory import driver_version
+
+        if (version := driver_version()) < triton_overlap.SMALLEST_DRIVER:
+            return
+        device = self.memory.arena.device
+        of_layers = (self._options.block_tokens, device, num_cores, partial(captured, device))
+        tries = overlap_choice.compared_on(*of_layers), overlap_choice.measured_on(*of_layers)
+        trial = overlap_choice.Trial(builds.build_overlap_trial, builds.build_overlapping, *tries)
+        path = overlap_choice.choice_file(folder, f"{gpu} {version}")
+        self._overlap_choice = OverlapChoice(path, trial)
+        self._overlap_choice.begin()
 
     def need_kernels(
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
@@ -199,7 +220,10 @@ class CudaBackend:
         )
         model.warm()
         if self._tile_choice is not None:
-            model.tiles = self._tile_choice.of_model(spec, shape)
+            model.trials.append(self._tile_choice.of_model(spec, shape))
+        if self._overlap_choice is not None:
+            self._overlap_choice.start(spec, shape)
+            model.trials.append(self._overlap_choice)
         return model
 
     def split_model(

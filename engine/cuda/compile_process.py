@@ -16,8 +16,8 @@ import torch
 import triton
 from triton.backends.nvidia import driver as nvidia_driver
 
-from engine.cuda import tile_trials
-from engine.cuda.kernels import tiles, triton_peers
+from engine.cuda import overlap_trial, tile_trials
+from engine.cuda.kernels import tiles, triton_overlap, triton_peers
 from engine.cuda.kernels.tiles import MeasuredTile
 from engine.cuda.launch_only import AddressRange, launch_only_model
 from engine.cuda.launches import recorded
@@ -36,7 +36,9 @@ class CompileJob(msgspec.Struct, frozen=True):
     adapters: compile the kernels of steps with LoRA adapters instead.
     tiles: the tiles of attention that the engine uses instead of those of the table in kernels/tiles.py.
     trials: compile attention instead, with all tiles that the engine compares for this model (tile_choice.py).
-    has_flash: whether the engine also compares FlashAttention, which is not compiled here."""
+    has_flash: whether the engine also compares FlashAttention, which is not compiled here.
+    overlaps: whether kernels overlap (kernels/triton_overlap.py).
+    overlap_trial: compile instead the layers with which the engine finds out whether they may (overlap_trial.py)."""
 
     spec: LoadModel
     shape: ModelShape
@@ -47,6 +49,8 @@ class CompileJob(msgspec.Struct, frozen=True):
     tiles: list[MeasuredTile] = []
     trials: bool = False
     has_flash: bool = False
+    overlaps: bool = False
+    overlap_trial: bool = False
 
 
 def main() -> int:
@@ -55,9 +59,12 @@ def main() -> int:
     os.nice(NICENESS)
     triton.knobs.cache.dir = job.folder
     tiles.use(job.tiles)
+    triton_overlap.use(job.overlaps)
     with recorded(job.capability) as launches:
         if job.trials:
             launch_trials(job)
+        elif job.overlap_trial:
+            launch_overlap_trial(job.block_tokens)
         elif job.adapters:
             launch_only_model(job.spec, job.shape, job.block_tokens).launch_adapters()
         else:
@@ -90,6 +97,17 @@ def launch_trials(job: CompileJob) -> None:
             launch()
         for tile in own:
             tile_trials.Comparison(trial, "cpu", 1, tile).launch()
+
+
+def launch_overlap_trial(block_tokens: int) -> None:
+    """Launches the layers with which an engine finds out whether kernels may overlap, in each way in which it launches them. Called
+    where launches are only recorded, so nothing is computed."""
+    sizes = overlap_trial.Sizes(num_layers=1)
+    for num_rows in overlap_trial.ROWS:
+        layers = overlap_trial.Layers(num_rows, block_tokens, "cpu", 1, sizes, lambda x, weight: x.new_empty(len(x), len(weight)))
+        for way in triton_overlap.Way:
+            with triton_overlap.forced(way):
+                layers.launch()
 
 
 def compile_launcher(compiled: Any) -> None:

@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ import triton
 
 from engine.contracts.loads import KernelNews
 from engine.cuda.compile_process import CompileJob
-from engine.cuda.kernels import tiles
+from engine.cuda.kernels import tiles, triton_overlap
 from engine.host.child_process import MOST_COMPILERS, PACKAGES, child_environment
 from engine.protocol import KernelsTold, LoadModel
 from loader.formats.registry import FORMATS
@@ -63,7 +64,7 @@ class CudaKernelBuilds:
         adapters: compiles the additional kernels of steps with LoRA adapters instead; if that fails, the first step with an adapter
         compiles the missing ones."""
         text = self._job(spec, shape, adapters=adapters)
-        mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
+        mark = self._mark_of(text, spec, shape)
         if mark.exists():
             return
         try:
@@ -77,37 +78,57 @@ class CudaKernelBuilds:
         """Compiles the attention kernels with which alternative tiles are compared for a model (tile_choice.py), in one process.
         Does not take the lock of `need`, so no load waits for this. Returns whether all of them are compiled; if not, the log says
         why. has_flash: whether FlashAttention is among what is compared."""
+        return self._build_aside(f"{spec.model}: the tiles to compare", self._job(spec, shape, trials=True, has_flash=has_flash))
+
+    def build_overlap_trial(self, spec: LoadModel, shape: ModelShape) -> bool:
+        """Compiles the kernels with which an engine finds out whether kernels may overlap (overlap_choice.py), as build_trials does
+        the tiles. They are the same for all models."""
+        return self._build_aside("the overlapping kernels to compare", self._job(spec, shape, overlap_trial=True))
+
+    def build_overlapping(self, spec: LoadModel, shape: ModelShape) -> None:
+        """Compiles the model's kernels for an engine whose kernels overlap, unless that was done before. Does not take the lock of
+        `need`. If it fails, the log says why, and that engine compiles them itself."""
+        text = self._job(spec, shape, overlaps=True)
+        mark = self._mark_of(text, spec, shape)
+        if not mark.exists() and self._build_aside(f"{spec.model}: its overlapping kernels", text):
+            with suppress(OSError):
+                mark.touch()
+
+    def _build_aside(self, what: str, job: bytes) -> bool:
+        """Compiles the kernels of a job in one process, while loads go on. Returns whether all of them are compiled; if not, the
+        log says why. what: names them in the log. job: a CompileJob as JSON."""
         try:
             process = _start(0, 1)
         except OSError as error:
-            log.error("%s: the tiles to compare cannot be compiled: %s", spec.model, error)
+            log.error("%s cannot be compiled: %s", what, error)
             return False
         try:
-            reader = Thread(
-                target=_follow, args=(process, self._job(spec, shape, trials=True, has_flash=has_flash), _Progress()), name="tiles"
-            )
-            reader.start()
+            Thread(target=_follow, args=(process, job, _Progress()), name="tiles").start()
             code = process.wait(LIMIT_S)
         except (MemoryError, subprocess.TimeoutExpired) as error:
-            log.error("%s: the tiles to compare are not all compiled: %s", spec.model, error)
+            log.error("%s are not all compiled: %s", what, error)
             return False
         finally:
             process.kill()
             process.wait()
         if code:
-            log.error("%s: the tiles to compare are not all compiled: a compiler ended with %d", spec.model, code)
+            log.error("%s are not all compiled: a compiler ended with %d", what, code)
         return code == 0
 
-    def _job(
-        self, spec: LoadModel, shape: ModelShape, adapters: bool = False, trials: bool = False, has_flash: bool = False
-    ) -> bytes:
+    def _mark_of(self, job: bytes, spec: LoadModel, shape: ModelShape) -> Path:
+        """Returns the path of the file which records that a model's job is done."""
+        return Path(self._folder, f"compiled-{_digest(job, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
+
+    def _job(self, spec: LoadModel, shape: ModelShape, overlaps: bool | None = None, **what: Any) -> bytes:
         """Returns the CompileJob for a model as JSON. Settings of `spec` that do not affect compilation are left empty. The kernels
-        that FlashAttention replaces are compiled nevertheless. adapters, trials, has_flash: see CompileJob."""
+        that FlashAttention replaces are compiled nevertheless. overlaps: whether kernels overlap; None: as in this engine. what:
+        other fields of CompileJob."""
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         of_gpu = (self._block_tokens, self._capability, self._folder)
         own = [one._replace(tile=one.tile._replace(flash="")) for one in tiles.in_use()]
-        return msgspec.json.encode(CompileJob(settings, shape, *of_gpu, adapters, own, trials, has_flash))
+        follows = triton_overlap.is_used() if overlaps is None else overlaps
+        return msgspec.json.encode(CompileJob(settings, shape, *of_gpu, tiles=own, overlaps=follows, **what))
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
         """Runs compile processes for the job, and returns whether all of them succeeded. job: a CompileJob as JSON. waiting: called

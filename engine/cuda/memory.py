@@ -44,6 +44,11 @@ def call_driver(function: Any, *arguments: Any) -> Any:
     return results[0] if results else None
 
 
+def driver_version() -> int:
+    """Returns the version of CUDA that the driver supports, 12040 for 12.4."""
+    return int(call_driver(driver.cuDriverGetVersion))
+
+
 def allocations(index: int, exportable: bool) -> tuple[Any, Any, int]:
     """Returns what the driver needs to allocate memory of device `index`: the properties of an allocation, the access to it once it
     is mapped, and the number of bytes of which its size must be a multiple. exportable: whether other processes will map the

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mix
 from engine.cuda.ops import CudaOps
 from engine.cuda.predicting import CudaPredicting, WithProposals
 from engine.cuda.sequences import DeviceSequences, Staging
-from engine.cuda.tile_choice import ModelTiles
 from engine.grammar.row_masks import RowMasks
 from engine.layers.expert_counts import has_counts
 from engine.layers.rope import rotaries_of
@@ -105,6 +104,18 @@ class Marks:
             self.memory = torch.empty(max(TOLD_BYTES, 2 * told.nbytes), dtype=torch.uint8, pin_memory=True)
         self.last = self.memory[: told.nbytes].view(told.dtype).view(told.shape)
         return self.last
+
+
+class IdleTrials(Protocol):
+    """Alternatives that an engine compares on its device in idle time, for the next engine to use the best."""
+
+    @property
+    def num_open(self) -> int:
+        """Returns for how many calls, at least, measure_next still has something to do."""
+
+    def measure_next(self) -> None:
+        """Makes the next comparison on the current stream, which takes the device some ten milliseconds. Does nothing if num_open
+        is 0."""
 
 
 class PendingStep:
@@ -246,7 +257,7 @@ class CudaModel:
         if max_graph_tokens:
             self._kept_memory = [model.state_memory(max_graph_tokens) for _ in range(model.num_kept)]
         self._products: list[entry.Product] = []  # matrix products, whose weights are views of the weight range
-        self.tiles: ModelTiles | None = None  # tiles of attention to compare in idle time; None: there are none
+        self.trials: list[IdleTrials] = []  # what is compared on the device in idle time
 
     # ---- steps
 
@@ -454,12 +465,12 @@ class CudaModel:
     @property
     def num_uncaptured(self) -> int:
         """Returns for how many calls capture_next still has something to do: to capture a graph, to measure a matrix
-        multiplication, or to compare tiles of attention."""
+        multiplication, or to go on with trials."""
         if self._model is None:
             return 0
         of_steps = sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
-        of_tiles = 0 if self.tiles is None else self.tiles.num_open
-        return len(self._unmeasured()) + of_steps + len(self.edited_graphs.missing()) + of_tiles
+        of_trials = sum(trials.num_open for trials in self.trials)
+        return len(self._unmeasured()) + of_steps + len(self.edited_graphs.missing()) + of_trials
 
     @torch.inference_mode()
     def capture_next(self) -> None:
@@ -475,8 +486,8 @@ class CudaModel:
                 self.capture_mixed(mixed[0], adapted)
         elif sizes := self.edited_graphs.missing():
             self.edited_graphs.capture_size(sizes[0])
-        elif self.tiles is not None:  # last, because only a later engine has anything of it
-            self.tiles.measure_next()
+        elif trials := next((trials for trials in self.trials if trials.num_open), None):
+            trials.measure_next()  # last, because only a later engine has anything of it
 
     def _missing(self) -> list[tuple[bool, list[int], list[MixedSize]]]:
         """Returns the graphs that may be captured in idle time, as a list of (whether the steps have adapters, row counts of decode

@@ -124,14 +124,14 @@ def trials_of(spec: LoadModel, shape: ModelShape, block_tokens: int, has_flash: 
     return list(found.values())
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """A row of a trial. context: its number of positions after the step. num_new: how many of these the step computes."""
 
     context: int
     num_new: int = 1
 
 
-class _Inputs:
+class Inputs:
     """The arguments of a trial's attention, in memory of their own.
 
     rows: the rows of the step.
@@ -144,7 +144,7 @@ class _Inputs:
         self,
         trial: Trial,
         device: torch.device | str,
-        rows: Sequence[_Row],
+        rows: Sequence[Row],
         num_blocks: int,
         num_pieces: int,
         num_padding: int = 0,
@@ -201,8 +201,8 @@ def launching(trial: Trial, device: torch.device | str, num_cores: int, compared
     num_rows = _num_rows(trial)
     num_positions = PROMPT_TOKENS if trial.kernel == EXTEND_KERNEL else num_blocks // num_rows * trial.block_tokens
     num_pieces = max(1, num_cores * PIECES_PER_CORE // trial.kv_heads)
-    row = _Row(num_positions, num_positions if trial.kernel == EXTEND_KERNEL else 1)
-    inputs = _Inputs(trial, device, [row] * num_rows, num_blocks, num_pieces)
+    row = Row(num_positions, num_positions if trial.kernel == EXTEND_KERNEL else 1)
+    inputs = Inputs(trial, device, [row] * num_rows, num_blocks, num_pieces)
     qkv, out = inputs.qkv(), inputs.out()
     return {tile: inputs.call(tile, qkv, out) for tile in compared}
 
@@ -224,12 +224,12 @@ class Comparison:
         pieces, rows, num_padding = _compared_pieces(trial, num_cores), _compared_prompts(), NUM_PADDING
         if trial.kernel == DECODE_KERNEL:
             split, num_padding = triton_decode.SPLIT_TOKENS, 0
-            rows = [_Row(max(0, number * split - RAGGED[at % len(RAGGED)])) for at, number in enumerate(pieces)]
+            rows = [Row(max(0, number * split - RAGGED[at % len(RAGGED)])) for at, number in enumerate(pieces)]
         num_blocks = COMPARED_BLOCKS_BYTES // _blocks(trial)[1] | 1  # odd, so that pieces begin everywhere before any is alike
-        inputs = _Inputs(trial, device, rows, num_blocks, sum(pieces), num_padding)  # a piece has SPLIT_TOKENS positions then
+        inputs = Inputs(trial, device, rows, num_blocks, sum(pieces), num_padding)  # a piece has SPLIT_TOKENS positions then
         drawn = torch.randn(NUM_DRAWN, generator=torch.Generator().manual_seed(1)).to(device)
         _fill(inputs.kv, drawn)
-        both = [_over_and_over(drawn.flip(0).roll(by), inputs.qkv()) for by in range(2)]
+        both = [over_and_over(drawn.flip(0).roll(by), inputs.qkv()) for by in range(2)]
         self._wanted = [inputs.out() for _ in both]
         calls = [inputs.call(trial.entry.tile, qkv, out) for qkv, out in zip(both, self._wanted, strict=True)]
         self._same = [inputs.out() for _ in both] if tile.joins else []
@@ -252,7 +252,7 @@ class Comparison:
         """Returns whether the tile under test had the right results in all launches. Waits for the device."""
         right = [self._is_near(found, self._wanted[at % 2]) for at, found in enumerate(self._found[:2])]
         if self._tile.joins:
-            right += [(_bits(found) == _bits(self._same[at % 2])).all() for at, found in enumerate(self._found)]
+            right += [(bits_of(found) == bits_of(self._same[at % 2])).all() for at, found in enumerate(self._found)]
         return bool(torch.stack(right).all())
 
     def _is_near(self, found: Tensor, wanted: Tensor) -> Tensor:
@@ -263,11 +263,11 @@ class Comparison:
         return ((one - other).abs() <= allowed).all()
 
 
-def _compared_prompts() -> list[_Row]:
+def _compared_prompts() -> list[Row]:
     """Returns the rows of a comparison of prompts: one that decodes, which the kernel for prompts leaves out; pieces of prompts, of
     two tokens to many; a whole prompt; and a row that is padding."""
     most = PROMPT_TOKENS
-    return [_Row(most // 2), _Row(most - 3, 2), _Row(most - 1, most // 3), _Row(most, most), _Row(0, 0)]
+    return [Row(most // 2), Row(most - 3, 2), Row(most - 1, most // 3), Row(most, most), Row(0, 0)]
 
 
 def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
@@ -281,24 +281,28 @@ def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
     return pieces
 
 
-def _over_and_over(drawn: Tensor, target: Tensor) -> Tensor:
+def over_and_over(drawn: Tensor, target: Tensor) -> Tensor:
     """Fills a contiguous tensor with the numbers `drawn`, repeated as often as needed, and returns the tensor."""
-    flat = target.view(-1)
-    flat.copy_(drawn.repeat(ceil_div(len(flat), len(drawn)))[: len(flat)])
+    flat, filled = target.view(-1), min(len(drawn), target.numel())
+    flat[:filled] = drawn[:filled]
+    while filled < len(flat):  # without a copy of all that is filled
+        more = min(filled, len(flat) - filled)
+        flat[filled : filled + more] = flat[:more]
+        filled += more
     return target
 
 
 def _fill(kv: tuple[Tensor, Tensor | None], drawn: Tensor) -> None:
     values, scales = kv
     if scales is None:
-        _over_and_over(drawn, values)
+        over_and_over(drawn, values)
         return
     codes = drawn.cpu().to(torch.float8_e4m3fn).view(torch.uint8).to(drawn.device)
-    values.copy_(_over_and_over(codes, torch.empty(values.shape, dtype=values.dtype, device=values.device)))
+    values.copy_(over_and_over(codes, torch.empty(values.shape, dtype=values.dtype, device=values.device)))
     scales.fill_(FP8_SCALE_OF_ONE)
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits_of(x: Tensor) -> Tensor:
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 

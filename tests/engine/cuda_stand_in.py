@@ -120,6 +120,9 @@ class Driver(ModuleType):
     def cuGetErrorName(self, error: CUresult) -> tuple[CUresult, bytes]:
         return CUresult.CUDA_SUCCESS, error.name.encode()
 
+    def cuDriverGetVersion(self) -> tuple[CUresult, int]:
+        return CUresult.CUDA_SUCCESS, 12080
+
     def cuCtxGetCurrent(self) -> tuple[CUresult, str]:
         return CUresult.CUDA_SUCCESS, "context"
 

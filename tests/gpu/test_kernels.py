@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.cuda import overlap_choice, overlap_trial
 from engine.cuda.graphs import captured
-from engine.cuda.kernels import flash_attention
+from engine.cuda.kernels import flash_attention, triton_overlap
 from engine.cuda.kernels.tiles import DECODE_KERNEL, EXTEND_KERNEL
 from engine.cuda.tile_choice import JOINED_TURNS, compared_on
 from engine.cuda.tile_trials import Trial
@@ -67,6 +68,17 @@ def test_the_form_that_joins_pieces_has_the_same_bits(heads: int, kv_heads: int,
     assert {tile: [compare(trial, tile) for _ in range(JOINED_TURNS)] for tile in joining} == dict.fromkeys(
         joining, [True] * JOINED_TURNS
     )
+
+
+@pytest.mark.parametrize("num_rows", overlap_trial.ROWS)
+def test_kernels_that_overlap_have_the_same_bits(num_rows: int) -> None:
+    """In the comparison by which an engine decides whether its kernels may overlap on this GPU."""
+    device, (major, minor) = torch.device("cuda"), torch.cuda.get_device_capability()
+    if 10 * major + minor not in triton_overlap.CAPABILITIES:
+        pytest.skip("kernels overlap on GPUs of compute capability 9.0 and 10 only")
+    num_cores = torch.cuda.get_device_properties(device).multi_processor_count
+    compare = overlap_choice.compared_on(16, device, num_cores, partial(captured, device))
+    assert compare(num_rows) is True
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 1, 128), (32, 8, 64), (8, 4, 256)])
