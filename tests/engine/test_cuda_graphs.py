@@ -253,21 +253,22 @@ def test_one_thread_captures_and_lets_go_of_graphs(tmp_path: Path, stand_in_grap
     assert StandInGraph.ended_in == [threading.get_ident()]
 
 
-def test_tiles_are_compared_last_and_one_pair_in_an_idle_turn(tmp_path: Path, stand_in_graphs: None) -> None:
+def test_trials_come_last_and_one_comparison_in_an_idle_turn(tmp_path: Path, stand_in_graphs: None) -> None:
     """The loop looks for messages between two turns, so a request that comes waits for one comparison at most."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     model = load_cuda_model(tmp_path, max_graph_rows=2)
     remember_steps(model)
     compared = []
 
-    class Tiles:
-        num_open = 3
+    class Trials:
+        def __init__(self, name: str, num_open: int) -> None:
+            self.name, self.num_open = name, num_open
 
         def measure_next(self) -> None:
-            compared.append(list(model.graphs.captured))
+            compared.append((self.name, list(model.graphs.captured)))
             self.num_open -= 1
 
-    model.tiles = Tiles()  # type: ignore[assignment]
+    model.trials = [Trials("tiles", 2), Trials("overlap", 1)]
     models: Any = SimpleNamespace(uncaptured=lambda: model, capture_next=model.capture_next)
     journal: Any = SimpleNamespace(beat=lambda doing: None)
     none: Any = None
@@ -277,9 +278,8 @@ def test_tiles_are_compared_last_and_one_pair_in_an_idle_turn(tmp_path: Path, st
         assert idle.wait_s(0) == CAPTURE_AFTER_IDLE_S
         idle.step(0)
         assert model.num_uncaptured == left
-    assert compared == [[1, 2]] * 3
-    Tiles.num_open = 3
-    model.tiles = Tiles()  # type: ignore[assignment]
+    assert compared == [("tiles", [1, 2])] * 2 + [("overlap", [1, 2])]
+    model.trials = [Trials("tiles", 3)]
     model.release()
     assert model.num_uncaptured == 0
 
