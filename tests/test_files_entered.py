@@ -14,8 +14,14 @@ from tests.e2e.checkpoints import make_model
 OF_STEPS = ("engine/cpu/", "engine/host/", "engine/layers/", "engine/models/", "engine/ops/")
 # What watches of files and the engine's regular Stats enter, if they run during each of the chats.
 AT_TIMES = {
+    "config/settings_files.py",
+    "daemon/http/tls.py",
+    "daemon/operate/named_files.py",
+    "daemon/process/file_signature.py",
     "daemon/process/file_watch.py",
+    "daemon/process/long_tasks.py",
     "daemon/scanning/folder_watch.py",
+    "daemon/upstreams/keys.py",
     "scheduler/batch/adapters.py",
     "scheduler/node/engines.py",
 }

@@ -43,11 +43,12 @@ from benchmarks.gpu_node import Node, checkpoints_bytes
 from benchmarks.gpu_parts import COMMANDS, MOST_WORKERS, PARTS
 from config.devices import CUDA_LEFT_BYTES
 from engine.contracts.steps import StepResult
+from engine.cuda import overlap_choice, overlap_trial
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
 from engine.cuda.graph_room import MOST_GRAPHS
 from engine.cuda.graphs import graph_rows
 from engine.cuda.kept_models import MOST_KEPT_BYTES
-from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_inputs, triton_sampling, triton_unpack
+from engine.cuda.kernels import entry, linear_choice, triton_decode, triton_extend, triton_inputs, triton_sampling, triton_unpack
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
 from engine.cuda.work_space import KEPT_BYTES
@@ -118,6 +119,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     cuda: dict[str, Callable[..., Any]] = {
         "mem_get_info": lambda *_: (total_bytes - CONTEXT_BYTES - memory.held_bytes(), total_bytes),
         "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=total_bytes),
+        "get_device_capability": lambda *_: (9, 0),
         "max_memory_allocated": lambda *_: memory.most_bytes,
         "max_memory_reserved": lambda *_: memory.most_bytes,
         "memory_snapshot": list,
@@ -136,6 +138,10 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(gpu_forward, "swap", lambda *_: None)  # takes page-locked memory of the host, and none of the device
     for module in (gpu_limits, gpu_kernels):
         monkeypatch.setattr(module, "seconds_of", lambda *_, **__: 1e-3)
+    monkeypatch.setattr(overlap_trial.Layers, "launch", lambda _: None)
+    monkeypatch.setattr(overlap_choice, "have_right_results", lambda *_: True)
+    monkeypatch.setattr(gpu_kernels, "captured", lambda _, launch: SimpleNamespace(replay=launch))
+    monkeypatch.setattr(linear_choice, "times_s", lambda calls, _: {name: [1e-3] for name in calls})
     monkeypatch.setattr(gpu_throughput, "ours", _started(gpu_throughput))
     monkeypatch.setattr(entry, "split_contexts", lambda *_: None)
     monkeypatch.setattr(codec, "encode", lambda values: bytes(values[: len(values) // 2]))

@@ -65,14 +65,11 @@ def check_model(node: Node, model: Model) -> None:
         assert not model.load_causes, f"{name} is {model.state} and commands wait"
         assert not model.expected, f"{name} is {model.state} and requests are expected"
     assert model.num_resubmissions == sum(request.resubmission for request in model.queue.values()), f"resubmissions of {name}"
-    own = {tenant: list(line.requests) for tenant, line in model.queue_of.items()}
-    by_tenant: dict[str, list[int]] = {}
-    for request_id, request in model.queue.items():
-        by_tenant.setdefault(request.facts.tenant, []).append(request_id)
-    assert own == by_tenant, f"the tenants' parts of the queue of {name}"
-    assert model.num_resubmissions == sum(line.num_resubmissions for line in model.queue_of.values()), f"parts of {name}"
-    shares = Counter(request.facts.tenant for one in model.replicas for request in one.running.values())
-    assert shares == model.primary.shares.active, f"shares of {name}"
+    if model.queue or model.queue_of:
+        check_lines(model)
+    running = [request.facts.tenant for one in model.replicas for request in one.running.values()]
+    active = model.primary.shares.active
+    assert (not running and not active) or Counter(running) == active, f"shares of {name}"
     for request_id, request in model.queue.items():
         assert not request.device, f"request {request_id} is queued and submitted"
         assert request.model is model, f"request {request_id} waits elsewhere than it says"
@@ -104,6 +101,18 @@ def check_model(node: Node, model: Model) -> None:
         rests = model.copy is None and model.placement is None
         assert not rests or is_group(model.home, model.facts.num_ranks, model.facts.num_stages), f"{name} is pinned to {model.home}"
     check_listed(node, model)
+
+
+def check_lines(model: Model) -> None:
+    """Checks that the tenants' parts of a model's queue are its queue."""
+    name = model.name
+    own = {tenant: list(line.requests) for tenant, line in model.queue_of.items()}
+    by_tenant: dict[str, list[int]] = {}
+    for request_id, request in model.queue.items():
+        by_tenant.setdefault(request.facts.tenant, []).append(request_id)
+    assert own == by_tenant, f"the tenants' parts of the queue of {name}"
+    resubmissions = sum(line.num_resubmissions for line in model.queue_of.values())
+    assert model.num_resubmissions == resubmissions, f"parts of {name}"
 
 
 def check_members(node: Node, model: Model, copy: Copy) -> None:

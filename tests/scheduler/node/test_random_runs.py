@@ -6,6 +6,8 @@ import math
 import random
 from collections import Counter
 
+import pytest
+
 from scheduler.node import actions, events
 from scheduler.node.groups import num_other_hosts
 from scheduler.node.node import VICTIMS_DRAIN
@@ -106,6 +108,7 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
             node.register(*replicas_of(change(name, rng.choice("123"), *rng.choice(FOLDERS)), number, REPLICA_AT.get(name, 0)))
 
 
+@pytest.mark.timeout(400)  # half a minute where processors are slow, and the suite runs several tests at once
 def test_what_is_accepted_ends_whatever_happens() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
