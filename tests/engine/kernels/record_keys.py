@@ -1,7 +1,8 @@
 """Records for which keys Triton would compile the kernels of a model's `warm`, and those of every kind of step after it. Prints one
 JSON line for each model: the number of keys of its warm-up, and the keys that steps add, each with the first step that has it.
 
-One of the models is recorded again with the tiles that join the pieces of decode attention, and with kernels that overlap.
+One of the models, or with --every each, is recorded again with the tiles that join the pieces of decode attention, and with kernels
+that overlap.
 
 usage: python -m tests.engine.kernels.record_keys [--every] (not under TRITON_INTERPRET; --every: all models, all row counts)
 """
@@ -151,9 +152,10 @@ def main() -> None:
         for case in CASES:
             if every or case.name in COVERING:
                 print(json.dumps(record(case, every)), flush=True)
-        tiles.use(joining(JOINING))
         triton_overlap.use(True)
-        print(json.dumps(record(JOINING, every)), flush=True)
+        for case in [JOINING, *(replace(case, name=f"{case.name}, joining") for case in CASES if every)]:
+            tiles.use(joining(case))
+            print(json.dumps(record(case, every)), flush=True)
 
 
 if __name__ == "__main__":
