@@ -125,6 +125,16 @@ def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
     return ", ".join(told[:HOLDERS_NAMED] + more)
 
 
+def held_by_others(gpu: Gpu, budget_bytes: int) -> str:
+    """Returns, as text, how much of a GPU's memory is held by processes that are certainly not engines, which ones they are, and
+    the budget that the device has beside them; "" if they hold none. budget_bytes: the device's budget."""
+    if not gpu.taken_bytes:
+        return ""
+    held = holders(gpu, [one.pid for one in gpu.processes if one.is_engine is not False])
+    of = f"{format_bytes(gpu.taken_bytes)} of {format_bytes(gpu.total_bytes)}"
+    return f"others hold {of}: {held}; its budget is {format_bytes(budget_bytes)}"
+
+
 def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
     """Returns lines for operators about the GPUs of the node's devices, for the log at the start: other processes that hold memory
     of a GPU, and unusual settings of the driver."""
@@ -139,10 +149,8 @@ def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
         gpu = gpus.get(device.uuid)
         if gpu is None or not device.uuid:
             continue
-        if gpu.taken_bytes:
-            held = holders(gpu, [one.pid for one in gpu.processes if one.is_engine is not False])
-            of = f"{format_bytes(gpu.taken_bytes)} of {format_bytes(gpu.total_bytes)}"
-            found.append(f"{device.name}: others hold {of}: {held}; its budget is {format_bytes(device.budget_bytes)}")
+        if taken := held_by_others(gpu, device.budget_bytes):
+            found.append(f"{device.name}: {taken}")
         if gpu.note:
             found.append(f"{device.name}: {gpu.note}")
     return found

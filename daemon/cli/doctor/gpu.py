@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from config.devices import NoGpus
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.cli.table import size
-from daemon.gpu.inventory import MIN_CUDA, Gpu, Inventory, holders
+from daemon.gpu.inventory import MIN_CUDA, Gpu, Inventory, held_by_others, holders
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +61,8 @@ def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running:
         return Finding(
             name, FAIL, f"{found} by {held}; the budget is {size(budget_bytes)}", "stop them, or give the device a smaller budget"
         )
+    if taken := held_by_others(gpu, budget_bytes):
+        found += f"; {taken}"
     if gpu.ecc_errors:
         return Finding(
             name, WARN, f"{found}; {gpu.ecc_errors} memory errors not corrected", "nvidia-smi --gpu-reset when it is idle"

@@ -182,6 +182,11 @@ def test_devices() -> None:
     says(gpu.device("cuda:0", held, "GPU-a", 80 * GIB, False), OK, "H200, 60.0 GiB of 140.0 GiB used")
     says(gpu.device("cuda:0", held, "GPU-a", 139 * GIB, False), FAIL, "by pid 7 trainer 60.0 GiB", "a smaller budget")
     says(gpu.device("cuda:0", held, "GPU-a", 139 * GIB, True), OK, "H200")
+    other = replace(held, processes=(GpuProcess(7, "trainer", 55 * GIB, is_engine=False), GpuProcess(8, "engine", 5 * GIB, True)))
+    taken = "60.0 GiB of 140.0 GiB used; others hold 55.0 GiB of 140.0 GiB: pid 7 trainer 55.0 GiB; its budget is 78.5 GiB"
+    for is_running in (False, True):
+        says(gpu.device("cuda:0", other, "GPU-a", 157 * GIB // 2, is_running), OK, taken)
+    says(gpu.device("cuda:0", replace(other, ecc_errors=3), "GPU-a", 157 * GIB // 2, True), WARN, taken, "3 memory errors")
     says(gpu.device("cuda:0", None, "GPU-a", 1, True), FAIL, "the driver has no GPU-a", "Xid")
     says(gpu.device("cuda:0", replace(held, ecc_errors=3), "GPU-a", 1, True), WARN, "3 memory errors", "reset")
     says(gpu.device("cuda:0", replace(held, problem="a row; the GPU needs repair"), "GPU-a", 1, True), FAIL, "needs repair")

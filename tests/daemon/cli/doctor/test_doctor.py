@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from daemon.cli.main import run
+from daemon.gpu.driver import Driver
+from daemon.gpu.inventory import Gpu, GpuProcess
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 from tests.loader.checkpoints import write_checkpoint
@@ -59,6 +61,26 @@ def test_without_a_daemon(tmp_path: Path, capsys: Capture) -> None:
     assert lines[0] == f"checked against {path}"
     assert [line.split(" · ")[1].partition(":")[0] for line in lines[1:]] == CHECKS
     assert any("1 of 1 in" in line for line in lines)
+
+
+def test_who_holds_a_part_of_a_gpu_and_the_budget_that_is_left_are_told(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget that is not given is what others leave: it fits, and nothing fails."""
+    gib = 1 << 30
+    trainer = GpuProcess(7, "trainer", 30 * gib, is_engine=False)
+    monkeypatch.setattr(Driver, "gpus", lambda _: [Gpu(0, "GPU-a", "H200", 80 * gib, 31 * gib, processes=(trainer,))])
+    path = config(tmp_path)
+    with open(path, "a") as file:
+        file.write('device = ["cuda"]\n')
+    run(["doctor", "--config", path, "--json"])
+    finding = by_check(capsys)["cuda:0"]
+    assert finding["level"] == "ok"
+    assert finding["found"] == (
+        "H200, 31.0 GiB of 80.0 GiB used; others hold 30.0 GiB of 80.0 GiB: pid 7 trainer 30.0 GiB; its budget is 48.5 GiB"
+    )
+    run(["doctor", "--config", path])
+    assert f"ok   · cuda:0: {finding['found']}" in capsys.readouterr().out.splitlines()
 
 
 def test_a_port_that_is_taken_fails(tmp_path: Path, capsys: Capture) -> None:
