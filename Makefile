@@ -17,7 +17,7 @@ help:
 	@echo "make chaos SECONDS=600   a node under load while its processes, disks and clients fail; SEED=N repeats an order"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu ONLY=correctness, ONLY=speed, ONLY=system   tests and figures of docs/gpu.md, on a machine with a CUDA device,"
-	@echo "             nine minutes each at most; OUT=folder for the results"
+	@echo "             9 min 40 s each at most; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
 	@echo "sudo make install     the service: /opt/hearthd, systemd units, /etc/hearthd; see docs/operations.md"
 	@echo "sudo make uninstall   takes it away; settings and models stay"
@@ -89,15 +89,14 @@ bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.run
 
 # On a CUDA machine, offline: its own python with torch and triton, and of .wheels (see gpu-wheels) only what that python lacks.
-# ONLY: correctness, speed or system, or names of their parts with commas between (benchmarks/gpu_parts.py).
+# One process, so that one clock counts all it does. ONLY: correctness, speed or system, or names of their parts with commas between
+# (benchmarks/gpu_parts.py).
 OUT ?= .gpu-results
 GPU_PYTHON ?= python3
 WHEELS := .wheels
 
 gpu:
-	@$(GPU_PYTHON) -m benchmarks.gpu --check
-	@$(GPU_PYTHON) -m benchmarks.gpu_wheels --use $(WHEELS)
-	@PYTHONPATH="$(WHEELS)/site:$$PYTHONPATH" $(GPU_PYTHON) -m benchmarks.gpu --out "$(OUT)" $(if $(ONLY),--only $(ONLY))
+	@$(GPU_PYTHON) -m benchmarks.gpu --wheels $(WHEELS) --out "$(OUT)" $(if $(ONLY),--only $(ONLY))
 
 gpu-dry: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.gpu --tiny --out "$(OUT)" $(if $(ONLY),--only $(ONLY))

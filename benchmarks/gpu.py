@@ -1,16 +1,18 @@
 """Proves and measures the GPU path, in three commands: `correctness`, `speed` and `system` (benchmarks/gpu_parts.py), of at most
-nine minutes each whatever hangs.
+9 min 40 s each whatever hangs: 550 s to ask for a GPU, install wheels and run all parts, and 30 s to delete checkpoints.
 
 Each part is a process of its own, with seconds of its own and those that the parts before it left; one part's failure costs no
 other part. Between two parts the device is asked whether it still answers, so that one that hangs is waited for once. Results are
 on disk as they come. Exits 2 where there is no GPU, 1 if a part failed.
-usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only correctness|speed|system|PART,PART] [--limit-s 540] [--tiny]
+usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only correctness|speed|system|PART,PART] [--limit-s 550] [--tiny]
+       [--wheels FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -29,39 +31,45 @@ from benchmarks.gpu_parts import ALL, COMMANDS, PARTS, Part, chosen
 from benchmarks.gpu_report import Report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIMIT_S = 540.0
-ABOUT_LIMIT_S = 45.0
+LIMIT_S = 550.0  # of all but the deletion: what comes before the parts is taken from their time
+ABOUT = ("-m", "benchmarks.gpu_about")
+ABOUT_LIMIT_S, WHEELS_LIMIT_S = 45.0, 60.0
+BEFORE_S = 12.0  # to ask for a GPU and to install wheels where neither is slow; torch alone is imported in some seconds
 MIN_S = 10.0  # with less a part is not begun
 KILL_LIMIT_S = 5.0  # a process that waits for the driver may not end even then
+KILL_ASKED_S = 1.0  # the same, of one that only asks
 PROBE = ("-m", "benchmarks.gpu_probe")
 PROBE_S, PROBE_LIMIT_S, MOST_PROBES = 3.0, 6.0, 3  # of one that answers, of one that does not, and how often it is asked again
 RECOVERED = 0.9  # of the free memory at the beginning: what a killed process held takes seconds to come back
 DISK_BYTES = 30 << 30  # enough for all parts of a command (tests/test_gpu_memory.py)
-DELETE_LIMIT_S = 40.0  # a command may take ten minutes, its parts take nine
+DELETE_LIMIT_S = 30.0  # after LIMIT_S: the machine that runs a command ends it after ten minutes
+TOTAL = "9 min 40 s"  # LIMIT_S and DELETE_LIMIT_S, as texts have it
 TINY_FACTOR = 4  # interpreted on a CPU everything takes longer
 
 
 def about_gpu() -> dict[str, Any] | None:
     """Returns what a process of its own tells of the GPU, None if torch can use none: a process that has seen the device through
     torch may hold half a GiB of it for as long as it lives."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu_about"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=ABOUT_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    told: dict[str, Any] | None = json.loads(done.stdout or "null")
-    return told
+    return _told([sys.executable, *ABOUT], ABOUT_LIMIT_S)
+
+
+def use_wheels(folder: pathlib.Path) -> str:
+    """Installs the wheels that this python lacks (gpu_wheels.py), and has the parts find them. Returns why it could not, or ""."""
+    command = [sys.executable, "-m", "benchmarks.gpu_wheels", "--use", str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True)  # so that pip ends with it
+    ended = _end_of(process, WHEELS_LIMIT_S)
+    if ended != "well":
+        return f"the wheels of {folder} could not be installed: {ended}"
+    site = str(folder / "site")
+    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, site)  # what the tests are started with is looked up in this process
+    importlib.invalidate_caches()
+    return ""
 
 
 def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
     """Runs a part and returns whether it ended well. JSON lines it prints are taken as they come; all it prints goes to its log."""
-    arguments = [*part.arguments]
+    arguments = part.command()
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     if tiny:
         environment["TRITON_INTERPRET"] = "1"
@@ -141,33 +149,33 @@ def answers(command: Sequence[str], least_gib: float) -> dict[str, Any] | None:
     for number in range(MOST_PROBES):
         if number:
             time.sleep(1.0)
-        found = _probed([sys.executable, *command])
-        told = found if "free_gib" in found else told
+        found = _told([sys.executable, *command], PROBE_LIMIT_S)
+        told = found if found is not None and "free_gib" in found else told
         if told is not None and told["free_gib"] >= least_gib:
             break
     return told
 
 
-def _probed(command: Sequence[str]) -> dict[str, Any]:
-    """Returns what one probe printed; {} if it printed nothing in time."""
+def _told(command: Sequence[str], limit_s: float) -> dict[str, Any] | None:
+    """Returns what a process that asks for the device printed; None if that is nothing, or nothing in time."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        told: dict[str, Any] = json.loads(process.communicate(timeout=PROBE_LIMIT_S)[0] or "{}")
+        told: dict[str, Any] | None = json.loads(process.communicate(timeout=limit_s)[0] or "null")
         return told
     except json.JSONDecodeError:
-        return {}
+        return None
     except subprocess.TimeoutExpired:
         process.kill()
         assert process.stdout is not None
         process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for the driver may not end
-            process.wait(1.0)
-        return {}
+            process.wait(KILL_ASKED_S)
+        return None
 
 
 def kept_s(num_parts: int) -> float:
     """Seconds that no part gets: a probe for each, one device that does not answer, and a process that does not end."""
-    return num_parts * PROBE_S + MOST_PROBES * (PROBE_LIMIT_S + 2) + KILL_LIMIT_S
+    return num_parts * PROBE_S + MOST_PROBES * (PROBE_LIMIT_S + KILL_ASKED_S + 1) + KILL_LIMIT_S
 
 
 def seconds_for(parts: Sequence[Part], left_s: float) -> float:
@@ -255,13 +263,15 @@ def deleted(folder: str, limit_s: float = DELETE_LIMIT_S) -> str:
 
 
 def main() -> int:
+    began_s = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".gpu-results"), help="folder for the results")
     parser.add_argument("--check", action="store_true", help="only say whether there is a GPU")
     parser.add_argument("--only", default="", help=f"a command ({', '.join(COMMANDS)}), or parts: {','.join(PARTS)}")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all parts together")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all but the deletion of checkpoints")
+    parser.add_argument("--wheels", type=pathlib.Path, help="install from here what this python lacks (benchmarks/gpu_wheels.py)")
     parser.add_argument(
         "--tiny", action="store_true", help="no GPU: everything on the CPU, interpreted, to show that the scripts run"
     )
@@ -271,24 +281,28 @@ def main() -> int:
         why = f"{sys.executable} has no torch that finds a CUDA device"
         print(f"make gpu: {why}; `make gpu-dry` runs the same scripts, interpreted", file=sys.stderr)
         return 2
+    print(" · ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     if options.check:
-        print(" · ".join(f"{key} {value}" for key, value in about.items()))
         return 0
     if not options.only and not options.tiny:
-        parser.error(f"--only: one of {', '.join(COMMANDS)}, each nine minutes at most; or parts: {','.join(PARTS)}")
+        parser.error(f"--only: one of {', '.join(COMMANDS)}, each {TOTAL} at most; or parts: {','.join(PARTS)}")
     try:
         parts = chosen(options.only or ALL)
     except KeyError as error:
         parser.error(f"--only {error.args[0]}: the commands are {', '.join(COMMANDS)}, the parts {','.join(PARTS)}")
+    if options.wheels and (why := use_wheels(options.wheels.resolve())):
+        print(f"make gpu: {why}", file=sys.stderr)
+        return 1
     with shared_checkpoints():
-        return run(parts, options, about)
+        return run(parts, options, about, began_s)
 
 
-def run(parts: Sequence[Part], options: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Runs the parts, and returns the exit code."""
+def run(parts: Sequence[Part], options: argparse.Namespace, about: dict[str, Any], began_s: float) -> int:
+    """Runs the parts, and returns the exit code. began_s: when the command began, on the monotonic clock."""
     report = Report(options.out, f"gpu-{options.only}" if options.only in COMMANDS else "gpu")
     report.add({"benchmark": "gpu"} | about)
-    limit_s = TINY_FACTOR * sum(part.limit_s for part in parts) if options.tiny else options.limit_s
+    left_s = options.limit_s - (time.monotonic() - began_s)
+    limit_s = TINY_FACTOR * sum(part.limit_s for part in parts) if options.tiny else left_s
     failed = run_parts(parts, report, limit_s, options.tiny, () if options.tiny else PROBE)
     print(f"\n{report.markdown()}\n{conclude(parts, failed, report)}\n\nwritten to {options.out}")
     if options.tiny:

@@ -9,15 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """module and arguments; limit_s: the time that is its own, whatever the others do."""
+    """module and arguments; limit_s: the time that is its own, whatever the others do; in_workers: whether pytest runs it in
+    several processes where it can."""
 
     name: str
     arguments: tuple[str, ...]
     limit_s: float
+    in_workers: bool = False
 
     @property
     def is_tests(self) -> bool:
         return self.arguments[0] == "pytest"
+
+    def command(self) -> list[str]:
+        """Returns its arguments as it is run with. Asked when it begins: pytest-xdist may have been installed just before."""
+        return [*self.arguments, *(_workers() if self.in_workers else ())]
 
 
 MOST_WORKERS = 14  # of 16 cores: Triton compiles in each of them
@@ -31,13 +37,13 @@ def _workers() -> tuple[str, ...]:
 
 # Another torch's warnings are no failures; addopts of pyproject.toml refuses settings of plugins that may be missing there.
 SETTINGS = ("-W", "default", "-o", "addopts=", "-o", "timeout=90", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_failures")
-TESTS = ("pytest", "-q", *SETTINGS, *_workers())
+TESTS = ("pytest", "-q", *SETTINGS)
 
 # The most valuable first: where time does not suffice, that of the first is cut last.
 COMMANDS: dict[str, tuple[Part, ...]] = {
     "correctness": (
         Part("cache", ("benchmarks.gpu_cache",), 25),
-        Part("tests", (*TESTS, "tests/gpu"), 180),
+        Part("tests", (*TESTS, "tests/gpu"), 180, in_workers=True),
         Part("soak", ("benchmarks.gpu_soak",), 110),
         Part("sanitizer", ("benchmarks.gpu_sanitizer",), 140),
     ),

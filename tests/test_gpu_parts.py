@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import re
-import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,8 +127,8 @@ def test_checkpoints_are_made_in_a_process_that_ends(tmp_path: Path, monkeypatch
 def test_the_tests_of_a_gpu_have_time_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their part has as many processes and seconds as their shapes take by the first run, on a machine of 16 cores."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    part = runpy.run_path(gpu_parts.__file__, run_name=gpu_parts.__name__)["PARTS"]["tests"]
-    num_processes = int(part.arguments[part.arguments.index("-n") + 1])
+    part = gpu_parts.PARTS["tests"]
+    num_processes = int(part.command()[part.command().index("-n") + 1])
     shapes = [kernel_tests.shapes_of(each.values[0]) for each in of_dtypes(torch.bfloat16, torch.float16, torch.float32)]
     share = sum(shapes) / (kernel_tests.FIRST_SHAPES * len(shapes))
     assert share * kernel_tests.FIRST_S * kernel_tests.FIRST_PROCESSES <= part.limit_s * num_processes
