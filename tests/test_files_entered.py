@@ -33,7 +33,7 @@ def test_a_chat_and_a_load_are_traced(tmp_path: Path) -> None:
     kernel_cache.warm()
     command = [sys.executable, "-m", "benchmarks.files_entered", "--chats", "3", "--list"]
     command += ["--checkpoint", str(checkpoint), "--cache-dir", kernel_cache.CACHE_DIR]
-    done = subprocess.run(command, cwd=kernel_cache.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=kernel_cache.ROOT, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stderr
     counted, *listed = done.stdout.splitlines()
     figures = json.loads(counted)

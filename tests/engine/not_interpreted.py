@@ -17,7 +17,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-def output_of(module: str, *arguments: str, limit_s: float = 110, **further: str) -> str:
+def output_of(module: str, *arguments: str, limit_s: float = 220, **further: str) -> str:
     """Runs a module and returns what it prints. further: environment variables. Raises AssertionError with the end of what it
     wrote to standard error if it fails."""
     command = [sys.executable, "-m", module, *arguments]

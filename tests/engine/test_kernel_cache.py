@@ -75,7 +75,7 @@ def test_two_processes_that_save_forms_of_one_kernel_lose_none(tmp_path: Path) -
 
     for found, how in (("0", ["slowly"]), ("1", [])):
         started = [start(dtype, *how) for dtype in types]
-        assert [process.communicate(timeout=120)[0].strip() for process in started] == [found, found]
+        assert [process.communicate(timeout=220)[0].strip() for process in started] == [found, found]
 
 
 def test_kernels_are_kept_where_that_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

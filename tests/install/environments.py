@@ -20,7 +20,7 @@ PACKAGES = ("config", "daemon", "engine", "hearthd", "loader", "scheduler")
 
 
 def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=plain_environment(), **more)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, capture_output=True, text=True, timeout=220, env=plain_environment(), **more)  # type: ignore[call-overload, no-any-return]
 
 
 def plain_environment() -> dict[str, str]:
@@ -73,7 +73,7 @@ class Environment:
     def make(cls, folder: Path, without: Collection[str] = ()) -> Environment:
         """Makes one without pip that borrows this process's packages, all but `without`, and nothing of the clone."""
         environment = cls(folder)
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=110)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=220)
         borrowed = folder / "borrowed"
         borrowed.mkdir()
         for one in SITE.iterdir():
@@ -118,4 +118,4 @@ class Environment:
 
     def call(self, *words: str, cwd: str | Path = "/", **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**plain_environment(), **variables}
-        return subprocess.run([self.python, *words], capture_output=True, text=True, timeout=110, cwd=cwd, env=environment)
+        return subprocess.run([self.python, *words], capture_output=True, text=True, timeout=220, cwd=cwd, env=environment)

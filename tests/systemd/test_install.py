@@ -56,7 +56,7 @@ def make(destdir: Path, target: str, version: str = VERSION) -> str:
         "PIP_ARGS": "--no-deps --no-build-isolation --no-index --ignore-installed",
     }
     command = ["make", "-s", target, f"DESTDIR={destdir}", f"PYTHON={interpreter()}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, env=variables)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220, env=variables)
     assert result.returncode == 0, result.stdout + result.stderr
     if target == "install":
         (site,) = (destdir / "opt/hearthd" / version / "lib").glob("python*/site-packages")
