@@ -54,7 +54,7 @@ from daemon.page.feed import PageFeed
 from daemon.process import logs, passed_descriptors
 from daemon.process.fd_store import FdStore
 from daemon.process.file_signature import Signature, signature
-from daemon.process.file_watch import FileWatch, folders_of
+from daemon.process.file_watch import FileWatch, folders_of, settled
 from daemon.process.stall_report import StallReport
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
@@ -350,9 +350,14 @@ class DaemonRun:
             self._node.tasks.once("reloading", self._reload_changed())
 
     async def _reload_changed(self) -> None:
-        """Reloads if a file has changed that a reload reads."""
+        """Reloads if a file has changed that a reload reads, once it stays as it is."""
         async with self._reload_lock:
             await self._follow_files()
+            has_changed = await asyncio.to_thread(self._present) != self._read
+        if not has_changed:
+            return
+        await settled(partial(asyncio.to_thread, self._present))
+        async with self._reload_lock:
             has_changed = await asyncio.to_thread(self._present) != self._read  # else a reload on request has read it already
         if has_changed and not self._stop.is_set():
             await self._reload_logged()

@@ -6,12 +6,28 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from loader.threads import Thread
 
 log = logging.getLogger("hearthd.config")
 DEBOUNCE_MS, STEP_MS = 300, 150
+PAUSE_S, MOST_LOOKS = 0.2, 25
+
+T = TypeVar("T")
+
+
+async def settled(look: Callable[[], Awaitable[T]]) -> T:
+    """Returns what `look` finds, a signature of files, once it has found the same twice, PAUSE_S apart: a file that is written in
+    place is empty for a moment. Returns what it finds the last of MOST_LOOKS times if that differs each time."""
+    found = await look()
+    for _ in range(MOST_LOOKS - 1):
+        await asyncio.sleep(PAUSE_S)
+        before, found = found, await look()
+        if found == before:
+            break
+    return found
 
 
 def folders_of(paths: Iterable[str]) -> frozenset[str]:

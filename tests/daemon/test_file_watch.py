@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from daemon.process import file_watch
 from daemon.process.file_signature import signature
-from daemon.process.file_watch import FileWatch, folders_of
+from daemon.process.file_watch import MOST_LOOKS, FileWatch, folders_of, settled
 from tests.daemon.no_thread import no_thread
 
 
@@ -87,3 +88,25 @@ async def test_no_thread_to_watch_with(tmp_path: Path, caplog: pytest.LogCapture
     assert watch.is_stale, "the next reload tries again"
     assert f"{tmp_path} cannot be watched (thread watch settings: it did not begin" in caplog.text
     watch.stop()
+
+
+@pytest.mark.parametrize(
+    ("found", "last", "looks"),
+    [
+        ("aa", "a", 2),
+        ("abcc", "c", 4),
+        ("abb?", "b", 3),
+        ("ab" * MOST_LOOKS, "a", MOST_LOOKS),
+    ],
+)
+async def test_files_are_settled_once_two_looks_find_the_same(
+    found: str, last: str, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_watch, "PAUSE_S", 0.0)
+    left = list(found)
+
+    async def look() -> str:
+        return left.pop(0)
+
+    assert await settled(look) == last
+    assert len(found) - len(left) == looks

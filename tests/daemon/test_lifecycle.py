@@ -16,6 +16,7 @@ import pytest
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from daemon import lifecycle
 from daemon.operate.named_files import NamedFiles
+from daemon.process import file_watch
 
 
 @pytest.fixture
@@ -146,3 +147,28 @@ def test_a_call_that_never_returns_does_not_keep_the_daemon_from_ending(tmp_path
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     told = "calls of a disk, a driver or another process that do not return: 1; hearthd ends without them\n"
     assert (ended.returncode, ended.stderr) == (0, told)
+
+
+async def test_a_file_that_is_being_written_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is empty for a moment if it is written in place, and then half of it is there."""
+    monkeypatch.setattr(file_watch, "PAUSE_S", 0.0)
+    run = lifecycle.DaemonRun(NodeConfig(), [], None, {}, NamedFiles(None, None, {}, {}))
+    looks, read = ["", "half", "whole"], list[str]()
+    content = "before"
+
+    def present() -> str:
+        nonlocal content
+        content = looks.pop(0) if looks else content
+        return content
+
+    async def nothing() -> None:
+        pass
+
+    async def reload() -> None:
+        read.append(content)
+
+    for name, stand_in in {"_present": present, "_follow_files": nothing, "_reload_logged": reload}.items():
+        monkeypatch.setattr(run, name, stand_in)
+    run._read = "before"  # type: ignore[assignment]
+    await run._reload_changed()
+    assert read == ["whole"]
