@@ -15,7 +15,9 @@ import importlib
 import json
 import os
 import pkgutil
+import random
 import resource
+import secrets
 import select
 import selectors
 import signal
@@ -154,6 +156,10 @@ def _serve(control: socket.socket) -> list[str]:
 
 
 def _become_daemon(folder: str, stdout_fd: int, stderr_fd: int) -> None:
+    from daemon.upstreams import via
+
+    random.seed()
+    via.OWN = f"{via.OWN[:-16]}{secrets.token_hex(8)}"  # by which nodes tell each other from themselves
     os.setsid()
     os.chdir(folder)
     os.dup2(stdout_fd, 1)
