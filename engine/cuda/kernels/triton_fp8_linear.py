@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_fp8 import code_factor, codes_as
+from engine.cuda.kernels.triton_linear import with_products
 
 MAX_ROWS = 4
 TILE_ROWS = (16, 64)  # the rows of a tile, which one program multiplies by tensor cores, for products of few rows and of many
@@ -75,19 +76,12 @@ def _fp8_few_rows_kernel(
     factors = scales + output.to(tl.int64)[:, None] * G
     for start in range(0, K, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
-        inside = at < K
-        seen = there[:, None] & inside[None, :]
+        seen = there[:, None] & (at < K)[None, :]
         codes = tl.load(rows + at[None, :], mask=seen, other=0, eviction_policy="evict_first")
         factor = codes_as(codes, tl.float32)
         if G > 1:
             factor *= tl.load(factors + (at // GROUP)[None, :], mask=seen, other=0.0)
-        sums0 += factor * tl.load(x + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if M > 1:
-            sums1 += factor * tl.load(x + K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if M > 2:
-            sums2 += factor * tl.load(x + 2 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if M > 3:
-            sums3 += factor * tl.load(x + 3 * K + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        sums0, sums1, sums2, sums3 = with_products(sums0, sums1, sums2, sums3, factor, x, start, K, M, BLOCK_K)
     scale = tl.full([BLOCK_N], code_factor(weight.dtype.element_ty), tl.float32)
     if G == 1:
         scale *= tl.load(scales + output, mask=there, other=0.0)

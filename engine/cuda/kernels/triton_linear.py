@@ -41,7 +41,7 @@ def _weights_at(rows, there, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _with_products(sums0, sums1, sums2, sums3, weights, x, start, K: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr):
+def with_products(sums0, sums1, sums2, sums3, weights, x, start, K: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Adds to the sums of up to four rows, each [BLOCK_N, BLOCK_K], the products of weights [BLOCK_N, BLOCK_K] with inputs `start`
     and following, and returns them."""
     at = start + tl.arange(0, BLOCK_K)
@@ -91,10 +91,10 @@ def _few_rows_kernel(
     if OVERLAPS:  # no kernel writes weights, so the first ones are read before the kernel before this one has ended
         weights = _weights_at(rows, there, 0, K, BLOCK_K)
         await_earlier(OVERLAPS)
-        sums0, sums1, sums2, sums3 = _with_products(sums0, sums1, sums2, sums3, weights, x, 0, K, M, BLOCK_K)
+        sums0, sums1, sums2, sums3 = with_products(sums0, sums1, sums2, sums3, weights, x, 0, K, M, BLOCK_K)
     for start in range(BLOCK_K if OVERLAPS else 0, K, BLOCK_K):
         weights = _weights_at(rows, there, start, K, BLOCK_K)
-        sums0, sums1, sums2, sums3 = _with_products(sums0, sums1, sums2, sums3, weights, x, start, K, M, BLOCK_K)
+        sums0, sums1, sums2, sums3 = with_products(sums0, sums1, sums2, sums3, weights, x, start, K, M, BLOCK_K)
     added = tl.zeros([BLOCK_N], tl.float32)
     if BIAS:
         added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
