@@ -17,7 +17,7 @@ from torch.nn import functional
 from engine.cuda.kernels import entry, linear_choice, triton_decode, triton_rope
 from engine.cuda.kernels.sizes import ceil_div
 from engine.cuda.kernels.tiles import DECODE_KERNEL
-from engine.cuda.tile_trials import NUM_DRAWN, PIECES_PER_CORE, Inputs, Row, Trial, bits_of, over_and_over
+from engine.cuda.tile_trials import PIECES_PER_CORE, Inputs, Row, Trial, bits_of, drawn_numbers, over_and_over
 
 ROWS = (1, 64)  # rows of the steps: of few, which hearthd's kernel multiplies, and of many, which cuBLAS does
 EPS = 1e-5
@@ -68,7 +68,7 @@ class Layers:
         trial = Trial(DECODE_KERNEL, heads, kv_heads, head_dim, name, name, block_tokens)
         blocks, num_pieces = ceil_div(context, block_tokens), max(1, num_cores * PIECES_PER_CORE // kv_heads)
         self._attention = Inputs(trial, device, [Row(context)] * num_rows, num_rows * blocks, num_pieces)
-        drawn = torch.randn(NUM_DRAWN, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+        drawn = drawn_numbers(device).to(dtype)
         over_and_over(drawn, self._attention.kv[0])
         weights = over_and_over(drawn, torch.empty(2 * inner * width, dtype=dtype, device=device))
         shapes = ((self._sizes.num_columns, width), (width, heads * head_dim), (2 * inner, width), (width, inner))

@@ -227,7 +227,7 @@ class Comparison:
             rows = [Row(max(0, number * split - RAGGED[at % len(RAGGED)])) for at, number in enumerate(pieces)]
         num_blocks = COMPARED_BLOCKS_BYTES // _blocks(trial)[1] | 1  # odd, so that pieces begin everywhere before any is alike
         inputs = Inputs(trial, device, rows, num_blocks, sum(pieces), num_padding)  # a piece has SPLIT_TOKENS positions then
-        drawn = torch.randn(NUM_DRAWN, generator=torch.Generator().manual_seed(1)).to(device)
+        drawn = drawn_numbers(device)
         _fill(inputs.kv, drawn)
         both = [over_and_over(drawn.flip(0).roll(by), inputs.qkv()) for by in range(2)]
         self._wanted = [inputs.out() for _ in both]
@@ -279,6 +279,11 @@ def _compared_pieces(trial: Trial, num_cores: int) -> list[int]:
         if sum(pieces) * trial.kv_heads >= num_cores * PROGRAMS_PER_CORE:
             break
     return pieces
+
+
+def drawn_numbers(device: torch.device | str) -> Tensor:
+    """Returns NUM_DRAWN random numbers in float32, the same each time."""
+    return torch.randn(NUM_DRAWN, generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def over_and_over(drawn: Tensor, target: Tensor) -> Tensor:

@@ -278,6 +278,7 @@ def test_trials_come_last_and_one_comparison_in_an_idle_turn(tmp_path: Path, sta
         assert idle.wait_s(0) == CAPTURE_AFTER_IDLE_S
         idle.step(0)
         assert model.num_uncaptured == left
+    model.capture_next()  # does nothing more
     assert compared == [("tiles", [1, 2])] * 2 + [("overlap", [1, 2])]
     model.trials = [Trials("tiles", 3)]
     model.release()

@@ -19,7 +19,6 @@ from engine.cuda.compile_process import CompileJob
 from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.kernels import triton_overlap
 from engine.cuda.kernels.linear_choice import MEASURE_TRIES
-from engine.cuda.launch_only import launch_only_model
 from engine.cuda.overlap_choice import TURNS, OverlapChoice, Times, Trial, choice_file
 from engine.protocol import Configure
 from tests.engine import cuda_stand_in
@@ -269,22 +268,3 @@ def test_graphs_of_old_drivers_cannot_overlap(tmp_path: Path, monkeypatch: pytes
     backend = CudaBackend(cuda_stand_in.install(monkeypatch, driver).CudaMemory(4, CHUNK_BYTES), options)
     backend._begin_overlap_choice(tmp_path, "a GPU 9.0", 132, CudaKernelBuilds(str(tmp_path), HOPPER, BLOCK_TOKENS, 1, print))
     assert backend._overlap_choice is None
-
-
-def test_a_model_makes_all_trials_in_idle_time() -> None:
-    model, done = launch_only_model(CASE.spec, CASE.shape, BLOCK_TOKENS), list[int]()
-
-    class Trials:
-        def __init__(self, number: int, num_open: int) -> None:
-            self.number, self.num_open = number, num_open
-
-        def measure_next(self) -> None:
-            done.append(self.number)
-            self.num_open -= 1
-
-    model.trials += [Trials(1, 2), Trials(2, 1)]
-    assert model.num_uncaptured == 3
-    while model.num_uncaptured:
-        model.capture_next()
-    model.capture_next()
-    assert done == [1, 1, 2]
