@@ -43,7 +43,7 @@ PROBE_S, PROBE_LIMIT_S, MOST_PROBES = 3.0, 6.0, 3  # of one that answers, of one
 RECOVERED = 0.9  # of the free memory at the beginning: what a killed process held takes seconds to come back
 DISK_BYTES = 30 << 30  # enough for all parts of a command (tests/test_gpu_memory.py)
 DELETE_LIMIT_S = 30.0  # after LIMIT_S: the machine that runs a command ends it after ten minutes
-TOTAL = "9 min 40 s"  # LIMIT_S and DELETE_LIMIT_S, as texts have it
+TOTAL = "{:.0f} min {:.0f} s".format(*divmod(LIMIT_S + DELETE_LIMIT_S, 60))
 TINY_FACTOR = 4  # interpreted on a CPU everything takes longer
 
 

@@ -353,14 +353,15 @@ class DaemonRun:
         """Reloads if a file has changed that a reload reads, once it stays as it is."""
         async with self._reload_lock:
             await self._follow_files()
-            has_changed = await asyncio.to_thread(self._present) != self._read
-        if not has_changed:
-            return
-        await settled(partial(asyncio.to_thread, self._present))
+        if await self._has_changed():
+            await settled(partial(asyncio.to_thread, self._present))
+            if await self._has_changed() and not self._stop.is_set():  # else a reload on request has read it already
+                await self._reload_logged()
+
+    async def _has_changed(self) -> bool:
+        """Returns whether a file that a reload reads has changed since the last reload. Waits for one that is under way."""
         async with self._reload_lock:
-            has_changed = await asyncio.to_thread(self._present) != self._read  # else a reload on request has read it already
-        if has_changed and not self._stop.is_set():
-            await self._reload_logged()
+            return await asyncio.to_thread(self._present) != self._read
 
     def _tls_context(self) -> ssl.SSLContext | None:
         return self._tls.context if self._tls is not None else None
