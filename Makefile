@@ -17,7 +17,7 @@ help:
 	@echo "make chaos SECONDS=600   a node under load while its processes, disks and clients fail; SEED=N repeats an order"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu ONLY=correctness, ONLY=speed, ONLY=system   tests and figures of docs/gpu.md, on a machine with a CUDA device,"
-	@echo "             9 min 40 s each at most; OUT=folder for the results"
+	@echo "             nine minutes each at most; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
 	@echo "sudo make install     the service: /opt/hearthd, systemd units, /etc/hearthd; see docs/operations.md"
 	@echo "sudo make uninstall   takes it away; settings and models stay"

@@ -1,10 +1,10 @@
 """Proves and measures the GPU path, in three commands: `correctness`, `speed` and `system` (benchmarks/gpu_parts.py), of at most
-9 min 40 s each whatever hangs: 550 s to ask for a GPU, install wheels and run all parts, and 30 s to delete checkpoints.
+nine minutes each whatever hangs: 510 s to ask for a GPU, install wheels and run all parts, and 30 s to delete checkpoints.
 
 Each part is a process of its own, with seconds of its own and those that the parts before it left; one part's failure costs no
 other part. Between two parts the device is asked whether it still answers, so that one that hangs is waited for once. Results are
 on disk as they come. Exits 2 where there is no GPU, 1 if a part failed.
-usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only correctness|speed|system|PART,PART] [--limit-s 550] [--tiny]
+usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only correctness|speed|system|PART,PART] [--limit-s 510] [--tiny]
        [--wheels FOLDER]
 """
 
@@ -31,7 +31,7 @@ from benchmarks.gpu_parts import ALL, COMMANDS, PARTS, Part, chosen
 from benchmarks.gpu_report import Report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIMIT_S = 550.0  # of all but the deletion: what comes before the parts is taken from their time
+LIMIT_S = 510.0  # of all but the deletion: what comes before the parts is taken from their time
 ABOUT = ("-m", "benchmarks.gpu_about")
 ABOUT_LIMIT_S, WHEELS_LIMIT_S = 45.0, 60.0
 BEFORE_S = 12.0  # to ask for a GPU and to install wheels where neither is slow; torch alone is imported in some seconds
@@ -43,7 +43,6 @@ PROBE_S, PROBE_LIMIT_S, MOST_PROBES = 3.0, 6.0, 3  # of one that answers, of one
 RECOVERED = 0.9  # of the free memory at the beginning: what a killed process held takes seconds to come back
 DISK_BYTES = 30 << 30  # enough for all parts of a command (tests/test_gpu_memory.py)
 DELETE_LIMIT_S = 30.0  # after LIMIT_S: the machine that runs a command ends it after ten minutes
-TOTAL = "{:.0f} min {:.0f} s".format(*divmod(LIMIT_S + DELETE_LIMIT_S, 60))
 TINY_FACTOR = 4  # interpreted on a CPU everything takes longer
 
 
@@ -285,7 +284,7 @@ def main() -> int:
     if options.check:
         return 0
     if not options.only and not options.tiny:
-        parser.error(f"--only: one of {', '.join(COMMANDS)}, each {TOTAL} at most; or parts: {','.join(PARTS)}")
+        parser.error(f"--only: one of {', '.join(COMMANDS)}, each nine minutes at most; or parts: {','.join(PARTS)}")
     try:
         parts = chosen(options.only or ALL)
     except KeyError as error:

@@ -30,7 +30,6 @@ from benchmarks.gpu import (
     MOST_PROBES,
     PROBE_LIMIT_S,
     PROBE_S,
-    TOTAL,
     WHEELS_LIMIT_S,
     answers,
     conclude,
@@ -98,13 +97,10 @@ def test_all_that_a_command_does_ends_in_time_and_texts_say_when() -> None:
     assert recipe.count("-m benchmarks.") == 1, "what another process takes is on no clock"
     assert ABOUT_LIMIT_S + KILL_ASKED_S + WHEELS_LIMIT_S + KILL_LIMIT_S < LIMIT_S
     assert kept_s(2) >= 2 * KILL_LIMIT_S + MOST_PROBES * (PROBE_LIMIT_S + KILL_ASKED_S + 1)
-    total_s = LIMIT_S + DELETE_LIMIT_S
-    assert total_s <= CALL_LIMIT_S - 20, "make, python and the summary take some, too"
-    assert f"{total_s // 60:.0f} min {total_s % 60:.0f} s" == TOTAL
+    assert LIMIT_S + DELETE_LIMIT_S == 9 * 60 < CALL_LIMIT_S, "make, python and the summary take some, too"
     for name in ("Makefile", "docs/gpu.md", "benchmarks/gpu.py"):
         text = " ".join((ROOT / name).read_text().split())
-        assert f"{TOTAL} " in text, name
-        assert "nine minutes" not in text, name
+        assert "nine minutes " in text, name
     documented = " ".join((ROOT / "docs/gpu.md").read_text().split())
     assert f"{LIMIT_S:.0f} s for all it does, then at most {DELETE_LIMIT_S:.0f} s to delete" in documented
     assert f"(once, {ABOUT_LIMIT_S:.0f} s at most) and to install wheels ({WHEELS_LIMIT_S:.0f} s)" in documented
