@@ -15,8 +15,8 @@ heavier than it, or if the weights of these tokens are less than top_p of the su
    such tokens.
 4. `_choose_kernel` takes the first token that is kept.
 
-With both top_k and top_p, the mass is that of the k heaviest tokens. The second step then searches for the k-th largest weight, and
-reads only those stripes (parts of a tile) that may have heavier tokens.
+With both top_k and top_p, the mass is that of the k heaviest tokens. The second step then searches for the k-th largest weight. It
+reads only those stripes (parts of a tile) that may have heavier tokens, once where these tokens are at most as many as all stripes.
 
 A front may be longer than the part of it that is stored (MOST_FRONT tokens of a tile, MOST_PIVOTS of a row). If none of the stored
 tokens is kept, which is rare, the fourth step continues alone, with two passes over the logits for each further token of the front.
@@ -46,6 +46,7 @@ TOP, MASS, CUTOFF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # numbers
 TOP_AT, IS_BAD, NUM_FRONT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # integers of a tile
 IS_OPEN, NUM_PIVOTS = tl.constexpr(0), tl.constexpr(1)  # integers of a row
 NOWHERE = tl.constexpr(0x7FFFFFFF)
+ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
 
 
 @triton.jit
@@ -172,14 +173,22 @@ def _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE: tl.constexp
 
 
 @triton.jit
+def _place(numbers, entry):
+    """Returns where a weight of _kth_weight's list is kept among the numbers of a row. entry: its index in the list."""
+    return numbers + entry // LANE * RECORD_SIZE + SUMS_PART + entry % LANE
+
+
+@triton.jit
 def _kth_weight(
     logits, V, top, factor, k, numbers, integers, num_stripes, STRIPE: tl.constexpr, PER_TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns the k-th largest weight of a row. Weights are between 0 and 1, so they sort as their bits do; each round of the
-    search finds three bits.
+    """Returns the k-th largest weight of a row. Weights are between 0 and 1, so they sort as their bits do; each round of a search
+    finds three bits.
 
-    The search begins with the largest weight of each stripe. The k-th largest of these is a lower bound of the result, because at
-    least k tokens are as heavy. Fewer than k stripes have a heavier token, and only these stripes are searched further."""
+    The first search looks at the largest weight of each stripe. The k-th largest of these is a lower bound of the result, because
+    at least k tokens are as heavy. Fewer than k stripes have a heavier token. These stripes are read, and the weights above the
+    bound are listed, in the part of the tiles' records that later holds sums. If the list has a place for each of them, the last
+    search looks at the list alone. If not, the same reading has found three bits of the result, and with them a higher bound."""
     bound = 0
     unit = 1 << 27
     for _ in range(0, 10):
@@ -198,22 +207,42 @@ def _kth_weight(
         tl.store(listed, start + tl.arange(0, BLOCK), mask=found > 0)
         num += tl.sum(found, axis=0)
     tl.debug_barrier()  # other threads than those that listed the stripes read them
-    GROUP: tl.constexpr = BLOCK // STRIPE if BLOCK > STRIPE else 1
-    low = 0
-    unit = 1 << 27
-    for _ in range(0, 10):
-        c1 = tl.zeros([GROUP, STRIPE], tl.int32)
+    low, width = bound, ONE - bound + 1  # the result's bits are among `width` numbers from `low` on
+    num_places = num_stripes // PER_TILE * LANE
+    size = num_places + 1
+    while (width > 1) & (size > num_places):
+        unit = (width + 7) // 8
+        size = 0  # number of weights above `low`
+        c1 = tl.zeros([BLOCK], tl.int32)
         c2, c3, c4, c5, c6, c7 = c1, c1, c1, c1, c1, c1
-        for start in range(0, num, GROUP):
-            place = start + tl.arange(0, GROUP)
+        for start in range(0, num * STRIPE, BLOCK):
+            entry = start + tl.arange(0, BLOCK)
+            place = entry // STRIPE
             listed = integers + place // LANE * RECORD_SIZE + STRIPES_PART + place % LANE
-            at = tl.load(listed, mask=place < num, other=0)[:, None] * STRIPE + tl.arange(0, STRIPE)[None, :]
-            inside = (place < num)[:, None] & (at < V)
-            bits = tl.where(inside, _weights(logits, at, inside, top, factor).to(tl.int32, bitcast=True), -1)
+            at = tl.load(listed, mask=place < num, other=0) * STRIPE + entry % STRIPE
+            inside = (place < num) & (at < V)
+            weight = _weights(logits, at, inside, top, factor)
+            bits = tl.where(inside, weight.to(tl.int32, bitcast=True), -1)
+            c1, c2, c3, c4, c5, c6, c7 = _added(bits - low, unit, c1, c2, c3, c4, c5, c6, c7)
+            found = (bits > low).to(tl.int32)
+            place = size + tl.cumsum(found, axis=0) - found
+            tl.store(_place(numbers, place), weight, mask=(found > 0) & (place < num_places))
+            size += tl.sum(found, axis=0)
+        low += _digit(k, c1, c2, c3, c4, c5, c6, c7) * unit
+        width = tl.where(size < k, 1, unit)  # with fewer than k above it, `low` is the result
+    tl.debug_barrier()  # other threads than those that listed the weights read them
+    while width > 1:
+        unit = (width + 7) // 8
+        c1 = tl.zeros([BLOCK], tl.int32)
+        c2, c3, c4, c5, c6, c7 = c1, c1, c1, c1, c1, c1
+        for start in range(0, size, BLOCK):
+            entry = start + tl.arange(0, BLOCK)
+            weight = tl.load(_place(numbers, entry), mask=entry < size, other=0.0)
+            bits = tl.where(entry < size, weight.to(tl.int32, bitcast=True), -1)
             c1, c2, c3, c4, c5, c6, c7 = _added(bits - low, unit, c1, c2, c3, c4, c5, c6, c7)
         low += _digit(k, c1, c2, c3, c4, c5, c6, c7) * unit
-        unit = unit >> 3
-    return tl.maximum(low, bound).to(tl.float32, bitcast=True)
+        width = unit
+    return low.to(tl.float32, bitcast=True)
 
 
 # The number of tiles is V's. Results may begin anywhere in memory that has those of more rows.

@@ -112,7 +112,8 @@ def test_a_row_is_read_twice_at_most_and_only_where_heavier_tokens_are(
     passes: Callable[[Tensor, tuple[Tensor, ...]], float],
 ) -> None:
     """Normal logits have heavier tokens in every tile, and logits that fall as Zipf's law says in one or two of ten. For top_k with
-    top_p the k-th weight is searched before, by ten looks at fewer than k stripes."""
+    top_p the k-th weight is searched before, by one look at fewer than k stripes; by some more where there are more heavier tokens
+    than stripes, of which this vocabulary has 320."""
     generator, top_k = torch.Generator().manual_seed(4), 20
     normal = torch.randn(ROWS, VOCAB, generator=generator)
     falling = -torch.log(1.0 + torch.arange(VOCAB)).repeat(ROWS, 1)
@@ -120,5 +121,29 @@ def test_a_row_is_read_twice_at_most_and_only_where_heavier_tokens_are(
         assert passes(normal, settings_of(ROWS, top_p, k)) <= 2.0
         assert passes(falling, settings_of(ROWS, top_p, k)) <= 1.2
     stripe = triton_sampling.TILE_TOKENS // triton_sampling.LANES
-    for logits in (normal, falling):
-        assert passes(logits, settings_of(ROWS, 0.9, top_k)) <= 2.0 + 10 * (top_k - 1) * stripe / VOCAB
+    for k, looks in ((20, 1), (150, 1), (300, 4), (400, 10)):
+        for logits in (normal, falling, falling.flip(1).bfloat16()):
+            assert passes(logits, settings_of(ROWS, 0.9, k)) <= 2.0 + looks * min(1.0, (k - 1) * stripe / VOCAB), k
+
+
+@pytest.mark.parametrize("shape", ["normal", "ties", "equal", "one stripe", "underflow"])
+def test_the_weight_of_the_kth_token_is_found_for_any_k(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    """The list of heavier tokens has room for 320: others are found by further looks. It is left in the row's record."""
+    written: list[tuple[Tensor, Tensor]] = []
+    empty_records = triton_sampling.empty_records
+    monkeypatch.setattr(triton_sampling, "empty_records", lambda *a: written.append(empty_records(*a)) or written[-1])
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
+    match shape:
+        case "ties":
+            logits = logits.mul(2).round()
+        case "equal":
+            logits = torch.zeros(1, VOCAB)
+        case "one stripe":
+            logits[:, 1024:1152] += 20.0
+        case "underflow":
+            logits[:, :100] += 200.0
+    weights = np.exp(logits.numpy() - logits.max().item())
+    for k in (1, 2, 20, 127, 300, 321, 5000, VOCAB - 1):
+        drawn(logits, settings_of(1, 0.9, k))
+        numbers = written[-1][0]
+        assert numbers[0, -1, triton_sampling.CUTOFF.value].item() == np.sort(weights[0])[-k], k
