@@ -242,7 +242,7 @@ def _kth_weight(
             c1, c2, c3, c4, c5, c6, c7 = _added(bits - low, unit, c1, c2, c3, c4, c5, c6, c7)
         low += _digit(k, c1, c2, c3, c4, c5, c6, c7) * unit
         width = unit
-    return low.to(tl.float32, bitcast=True)
+    return tl.cast(low, tl.float32, bitcast=True)
 
 
 # The number of tiles is V's. Results may begin anywhere in memory that has those of more rows.
