@@ -284,8 +284,8 @@ def run_here(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of daemons and commands: this process's, but without pytest's name of the running test, so that it is the
-    same in all tests and daemons can be forked (daemon_forks.py)."""
+    """Returns the environment of daemons and commands: this process's, but without pytest's name of the running test, so that it is
+    the same in all tests and daemons can be forked (daemon_forks.py)."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return {**variables, "PYTHONPATH": str(ROOT)}
 
