@@ -12,7 +12,7 @@ from tests.e2e.checkpoints import make_model
 
 # What a chat enters around the steps. A step's own files depend on the processor, and on what has been recorded.
 OF_STEPS = ("engine/cpu/", "engine/host/", "engine/layers/", "engine/models/", "engine/ops/")
-# What watches of files and the engine's regular Stats enter, if they run during each of the chats.
+# What watches of files, the engine's regular Stats and its work in idle time enter, if they run during each of the chats.
 AT_TIMES = {
     "config/settings_files.py",
     "daemon/http/tls.py",
@@ -22,6 +22,7 @@ AT_TIMES = {
     "daemon/process/long_tasks.py",
     "daemon/scanning/folder_watch.py",
     "daemon/upstreams/keys.py",
+    "engine/loop/idle_work.py",
     "scheduler/batch/adapters.py",
     "scheduler/node/engines.py",
 }
