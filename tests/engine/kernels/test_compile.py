@@ -1,7 +1,7 @@
 """Tests what the interpreter cannot show: that the kernels compile for a GPU, and to what.
 
 Of forms that differ in a size the one with most registers is compiled. HEARTHD_TEST_SHAPES=1 compiles all, as `python -m
-benchmarks.machine_code` does for three compute capabilities.
+benchmarks.machine_code` does for four compute capabilities.
 """
 
 from __future__ import annotations
