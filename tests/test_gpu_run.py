@@ -97,7 +97,9 @@ def test_all_that_a_command_does_ends_in_time_and_texts_say_when() -> None:
     assert recipe.count("-m benchmarks.") == 1, "what another process takes is on no clock"
     assert ABOUT_LIMIT_S + KILL_ASKED_S + WHEELS_LIMIT_S + KILL_LIMIT_S < LIMIT_S
     assert kept_s(2) >= 2 * KILL_LIMIT_S + MOST_PROBES * (PROBE_LIMIT_S + KILL_ASKED_S + 1)
-    assert LIMIT_S + DELETE_LIMIT_S == 9 * 60 < CALL_LIMIT_S, "make, python and the summary take some, too"
+    total_s = LIMIT_S + DELETE_LIMIT_S
+    assert total_s <= CALL_LIMIT_S - 20, "make, python and the summary take some, too"
+    assert total_s == 9 * 60
     for name in ("Makefile", "docs/gpu.md", "benchmarks/gpu.py"):
         text = " ".join((ROOT / name).read_text().split())
         assert "nine minutes " in text, name

@@ -173,9 +173,10 @@ def _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE: tl.constexp
 
 
 @triton.jit
-def _place(numbers, entry):
-    """Returns where a weight of _kth_weight's list is kept among the numbers of a row. entry: its index in the list."""
-    return numbers + entry // LANE * RECORD_SIZE + SUMS_PART + entry % LANE
+def _place(records, entry, PART: tl.constexpr):
+    """Returns where an entry of a list is kept that has LANE places in each of a row's records. records: the row's numbers or
+    integers. entry: its index in the list. PART: where the places of a record begin."""
+    return records + entry // LANE * RECORD_SIZE + PART + entry % LANE
 
 
 @triton.jit
@@ -203,8 +204,7 @@ def _kth_weight(
     for start in range(0, num_stripes, BLOCK):
         found = (_stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE, BLOCK) > bound).to(tl.int32)
         place = num + tl.cumsum(found, axis=0) - found
-        listed = integers + place // LANE * RECORD_SIZE + STRIPES_PART + place % LANE
-        tl.store(listed, start + tl.arange(0, BLOCK), mask=found > 0)
+        tl.store(_place(integers, place, STRIPES_PART), start + tl.arange(0, BLOCK), mask=found > 0)
         num += tl.sum(found, axis=0)
     tl.debug_barrier()  # other threads than those that listed the stripes read them
     low, width = bound, ONE - bound + 1  # the result's bits are among `width` numbers from `low` on
@@ -218,15 +218,15 @@ def _kth_weight(
         for start in range(0, num * STRIPE, BLOCK):
             entry = start + tl.arange(0, BLOCK)
             place = entry // STRIPE
-            listed = integers + place // LANE * RECORD_SIZE + STRIPES_PART + place % LANE
-            at = tl.load(listed, mask=place < num, other=0) * STRIPE + entry % STRIPE
+            stripe = tl.load(_place(integers, place, STRIPES_PART), mask=place < num, other=0)
+            at = stripe * STRIPE + entry % STRIPE
             inside = (place < num) & (at < V)
             weight = _weights(logits, at, inside, top, factor)
             bits = tl.where(inside, weight.to(tl.int32, bitcast=True), -1)
             c1, c2, c3, c4, c5, c6, c7 = _added(bits - low, unit, c1, c2, c3, c4, c5, c6, c7)
             found = (bits > low).to(tl.int32)
             place = size + tl.cumsum(found, axis=0) - found
-            tl.store(_place(numbers, place), weight, mask=(found > 0) & (place < num_places))
+            tl.store(_place(numbers, place, SUMS_PART), weight, mask=(found > 0) & (place < num_places))
             size += tl.sum(found, axis=0)
         low += _digit(k, c1, c2, c3, c4, c5, c6, c7) * unit
         width = tl.where(size < k, 1, unit)  # with fewer than k above it, `low` is the result
@@ -237,7 +237,7 @@ def _kth_weight(
         c2, c3, c4, c5, c6, c7 = c1, c1, c1, c1, c1, c1
         for start in range(0, size, BLOCK):
             entry = start + tl.arange(0, BLOCK)
-            weight = tl.load(_place(numbers, entry), mask=entry < size, other=0.0)
+            weight = tl.load(_place(numbers, entry, SUMS_PART), mask=entry < size, other=0.0)
             bits = tl.where(entry < size, weight.to(tl.int32, bitcast=True), -1)
             c1, c2, c3, c4, c5, c6, c7 = _added(bits - low, unit, c1, c2, c3, c4, c5, c6, c7)
         low += _digit(k, c1, c2, c3, c4, c5, c6, c7) * unit

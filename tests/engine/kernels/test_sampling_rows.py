@@ -142,8 +142,8 @@ def test_the_weight_of_the_kth_token_is_found_for_any_k(monkeypatch: pytest.Monk
             logits[:, 1024:1152] += 20.0
         case "underflow":
             logits[:, :100] += 200.0
-    weights = np.exp(logits.numpy() - logits.max().item())
+    weights = np.sort(np.exp(logits[0].numpy() - logits.max().item()))
     for k in (1, 2, 20, 127, 300, 321, 5000, VOCAB - 1):
         drawn(logits, settings_of(1, 0.9, k))
         numbers = written[-1][0]
-        assert numbers[0, -1, triton_sampling.CUTOFF.value].item() == np.sort(weights[0])[-k], k
+        assert numbers[0, -1, triton_sampling.CUTOFF.value].item() == weights[-k], k
