@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 from engine.host import processor
@@ -26,6 +26,7 @@ from tests import file_order, imported_later, interpreter  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG_LINES = 200  # of each node, in the report of a failed test
+ENVIRONMENT = pytest.StashKey[dict[str, str]]()  # as it was before the first test
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
 # Around each part of a test pytest attaches itself to all loggers that tell the root nothing: torch has 42.
@@ -74,6 +75,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files = file_order.ordered(item.nodeid.partition("::")[0] for item in items)
         places = {file: at for at, file in enumerate(files)}
         items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Restores the environment after the last test of a file. torch, Triton and NCCL are told of folders and protocols there by
+    whoever uses them first; the tests of other files, and the daemons that they start, are not to depend on it."""
+    if item.config.stash.get(ENVIRONMENT, None) is None:
+        item.config.stash[ENVIRONMENT] = dict(os.environ)
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        restore(item.config.stash[ENVIRONMENT])
+    return result
+
+
+def restore(environment: Mapping[str, str]) -> None:
+    """Sets this process's environment to this one."""
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 def pytest_runtest_setup() -> None:

@@ -1,16 +1,15 @@
 """Starts daemons by a fork of a process that has imported what they need. Imports take most of a small node's start, and the suite
 starts hundreds. `python -P -m tests.e2e.daemon_forks FD RUNNER` is that process; `start` asks it for a daemon.
 
-A forked daemon has the environment, the limits and the folder that Popen would have given it; where those are not the same as when
-the process was started, `start` returns None and the daemon is started with exec. It differs from one that was started with exec in
-its command line, in that it holds what engines import and the kernels of most tests' models, and in that it frees no modules when
-it ends.
+A forked daemon has the environment, the limits and the folder that Popen would have given it. Because imports read the environment,
+all daemons that are forked have the same one; a daemon with another one is started with exec (node.py). A forked daemon differs
+from such a one in its command line, in that it holds what engines import and the kernels of most tests' models, and in that it
+frees no modules when it ends.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import importlib.util
 import json
@@ -66,25 +65,23 @@ class ForkedDaemon:
             os.close(self._pidfd)
 
 
-def start(runner: str, arguments: Sequence[str], environment: Mapping[str, str], stderr_fd: int) -> ForkedDaemon | None:
-    """Starts `hearthd ARGUMENTS` with an engine of this runner. Returns None if its environment is not that of the process that
-    forks. stderr_fd: where its log goes."""
-    forks = _forks(runner)
-    if forks.environment != dict(environment) or forks.limits != _limits():
-        return None
-    return forks.fork([*arguments], stderr_fd)
+def start(runner: str, arguments: Sequence[str], environment: Mapping[str, str], stderr_fd: int) -> ForkedDaemon:
+    """Starts `hearthd ARGUMENTS` with an engine of this runner. environment: the same in all calls. stderr_fd: where its log
+    goes."""
+    if runner not in _forks:
+        _forks[runner] = _Forks(runner, environment)
+    return _forks[runner].fork([*arguments], stderr_fd)
 
 
 class _Forks:
     """The process that forks daemons with an engine of this runner, as a test's process sees it."""
 
-    def __init__(self, runner: str) -> None:
-        self.environment, self.limits = _own_environment(), _limits()
+    def __init__(self, runner: str, environment: Mapping[str, str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-P", "-m", "tests.e2e.daemon_forks", str(theirs.fileno()), runner]
             self._process = subprocess.Popen(
-                command, env=self.environment, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
+                command, env=environment, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
             )
         atexit.register(self._end)
 
@@ -92,7 +89,8 @@ class _Forks:
         ended_fd, ended_end = os.pipe()
         stdout_fd, stdout_end = os.pipe()
         try:
-            request = json.dumps({"arguments": arguments, "folder": os.getcwd()}).encode()
+            limits = [resource.getrlimit(each) for each in LIMITS]
+            request = json.dumps({"arguments": arguments, "folder": os.getcwd(), "limits": limits}).encode()
             socket.send_fds(self._control, [request], [ended_end, stdout_end, stderr_fd])
         finally:
             os.close(ended_end)
@@ -105,19 +103,7 @@ class _Forks:
         self._process.wait()
 
 
-@functools.cache
-def _forks(runner: str) -> _Forks:
-    return _Forks(runner)
-
-
-def _own_environment() -> dict[str, str]:
-    from tests.e2e.node import environment
-
-    return environment()
-
-
-def _limits() -> list[tuple[int, int]]:
-    return [resource.getrlimit(each) for each in LIMITS]
+_forks: dict[str, _Forks] = {}  # by runner
 
 
 # ---- in the process that forks
@@ -146,7 +132,7 @@ def _serve(control: socket.socket) -> list[str]:
             if not pid:
                 selector.close()
                 control.detach()
-                _become_daemon(request["folder"], *others)
+                _become_daemon(request["folder"], request["limits"], *others)
                 arguments: list[str] = request["arguments"]
                 return arguments
             for descriptor in others:
@@ -157,7 +143,7 @@ def _serve(control: socket.socket) -> list[str]:
             socket.send_fds(control, [str(pid).encode()], [pidfd])
 
 
-def _become_daemon(folder: str, stdout_fd: int, stderr_fd: int) -> None:
+def _become_daemon(folder: str, limits: Sequence[tuple[int, int]], stdout_fd: int, stderr_fd: int) -> None:
     from daemon.upstreams import via
 
     random.seed()
@@ -167,6 +153,8 @@ def _become_daemon(folder: str, stdout_fd: int, stderr_fd: int) -> None:
     os.dup2(stdout_fd, 1)
     os.dup2(stderr_fd, 2)
     os.closerange(3, 1 << 12)
+    for each, (soft, hard) in zip(LIMITS, limits, strict=True):
+        resource.setrlimit(each, (soft, hard))
 
 
 def _fork_engines(runner: str, variables: Mapping[str, str]) -> None:

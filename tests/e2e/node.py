@@ -104,6 +104,7 @@ class Node:
             command, variables = self.command(), self.environment()
             is_usual = [*self.program] == [*PROGRAM] and self.python == sys.executable
             is_usual &= "--cache-dir" not in self.flags  # the process that forks has bound kernels to the folder of the tests
+            is_usual &= variables == USUAL_ENVIRONMENT
             if self._forked and is_usual:
                 self.process = daemon_forks.start(self.runner, command[1 + len(PROGRAM) :], variables, log.fileno())
             if self.process is None:
@@ -288,6 +289,10 @@ def environment() -> dict[str, str]:
     the same in all tests and daemons can be forked (daemon_forks.py)."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return {**variables, "PYTHONPATH": str(ROOT)}
+
+
+# While tests are collected, before one of them sets variables of its own.
+USUAL_ENVIRONMENT = environment()
 
 
 def wait_gone(pids: Sequence[int]) -> None:
