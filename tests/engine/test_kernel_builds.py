@@ -82,7 +82,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         command: str = sys.executable,
         processes: int = 2,
         stands_at: str = "",
+        together: bool = False,
     ) -> Machine:
+        """together: no process compiles before all of them are started."""
         news: list[KernelNews] = []
         used: list[KernelSet] = []
         given_up: list[KernelSet] = []
@@ -90,9 +92,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         made = Machine(builds, tmp_path / "asked", news, used, given_up)
         all_made.append(made)
 
+        counts, all_started = threading.Lock(), threading.Barrier(processes if together else 1)
+
         def start(parallel: bool) -> subprocess.Popen[str]:
             assert parallel
-            made.num_processes += 1
+            with counts:
+                made.num_processes += 1
+            all_started.wait(60)
             arguments = [command, "-c", PROCESS, str(made.asked_for), crashes_at, stands_at]
             return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
@@ -119,7 +125,7 @@ def test_what_is_there_is_in_use_at_once(machine):
 
 def test_what_is_missing_is_compiled_elsewhere_and_used_when_it_is_said(machine):
     units = [Unit("a", is_there=True), *(Unit(name) for name in "bcdefg")]
-    one = machine(units)
+    one = machine(units, together=True)
     int8 = KernelSet("float32", "int8")
     one.builds.need([int8])
     one.builds.wait()
@@ -380,7 +386,7 @@ def test_what_a_full_cache_folder_does_not_keep_is_told_and_not_used(machine, ca
 
 
 def test_what_is_asked_for_later_is_compiled_afterwards_by_the_same_processes(machine, monkeypatch):
-    one = machine({STEPS: [Unit("a"), Unit("b")], FLOAT32: [Unit("c"), Unit("d")]})
+    one = machine({STEPS: [Unit("a"), Unit("b")], FLOAT32: [Unit("c"), Unit("d")]}, together=True)
     both_are_needed, run = threading.Event(), one.builds._run_process
     monkeypatch.setattr(one.builds, "_run_process", lambda *args: (both_are_needed.wait(), run(*args)))
     one.builds.need([STEPS])
