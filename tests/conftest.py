@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from engine.host import processor
@@ -22,11 +22,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own threads spin w
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests import file_order, imported_later, interpreter  # noqa: E402
+from tests import file_order, imported_later, interpreter, process_environment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG_LINES = 200  # of each node, in the report of a failed test
-ENVIRONMENT = pytest.StashKey[dict[str, str]]()  # as it was before the first test
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
 # Around each part of a test pytest attaches itself to all loggers that tell the root nothing: torch has 42.
@@ -77,23 +76,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
 
 
+def pytest_collection_finish() -> None:
+    process_environment.keep()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Restores the environment after the last test of a file. torch, Triton and NCCL are told of folders and protocols there by
-    whoever uses them first; the tests of other files, and the daemons that they start, are not to depend on it."""
-    if item.config.stash.get(ENVIRONMENT, None) is None:
-        item.config.stash[ENVIRONMENT] = dict(os.environ)
+    """Restores the environment after the last test of a file: those of other files, and the daemons that they start, are not to
+    depend on the files that their worker took before."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
-        restore(item.config.stash[ENVIRONMENT])
+        process_environment.restore()
     return result
-
-
-def restore(environment: Mapping[str, str]) -> None:
-    """Sets this process's environment to this one."""
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
 
 
 def pytest_runtest_setup() -> None:

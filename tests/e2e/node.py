@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from daemon.cli import main as cli
-from tests import kernel_cache
+from tests import kernel_cache, process_environment
 from tests.e2e import daemon_forks, processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ class Node:
             command, variables = self.command(), self.environment()
             is_usual = [*self.program] == [*PROGRAM] and self.python == sys.executable
             is_usual &= "--cache-dir" not in self.flags  # the process that forks has bound kernels to the folder of the tests
-            is_usual &= variables == USUAL_ENVIRONMENT
+            is_usual &= variables == usual_environment()
             if self._forked and is_usual:
                 self.process = daemon_forks.start(self.runner, command[1 + len(PROGRAM) :], variables, log.fileno())
             if self.process is None:
@@ -287,12 +287,16 @@ def run_here(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def environment() -> dict[str, str]:
     """Returns the environment of daemons and commands: this process's, but without pytest's name of the running test, so that it is
     the same in all tests and daemons can be forked (daemon_forks.py)."""
-    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return {**variables, "PYTHONPATH": str(ROOT)}
+    return _of_daemons(os.environ)
 
 
-# While tests are collected, before one of them sets variables of its own.
-USUAL_ENVIRONMENT = environment()
+def usual_environment() -> dict[str, str]:
+    """Returns what `environment` returns in a test that sets no variable."""
+    return _of_daemons(process_environment.kept())
+
+
+def _of_daemons(variables: Mapping[str, str]) -> dict[str, str]:
+    return {**{name: value for name, value in variables.items() if name != "PYTEST_CURRENT_TEST"}, "PYTHONPATH": str(ROOT)}
 
 
 def wait_gone(pids: Sequence[int]) -> None:

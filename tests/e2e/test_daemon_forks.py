@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon_forks import ForkedDaemon
-from tests.e2e.node import USUAL_ENVIRONMENT, Node, environment
+from tests.e2e.node import Node, environment, usual_environment
 
 
 @pytest.mark.parametrize("number", range(2))
 def test_the_daemons_of_every_test_are_forked(tmp_path: Path, number: int) -> None:
     with Node(tmp_path) as node:
-        assert environment() == USUAL_ENVIRONMENT, "a test before this one has changed it"
+        assert environment() == usual_environment(), "a test before this one has changed it"
         assert isinstance(node.process, ForkedDaemon)
         assert node.stop() == 0
 
