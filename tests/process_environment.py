@@ -22,5 +22,7 @@ def restore() -> None:
 
 
 def kept() -> dict[str, str]:
-    """Returns the kept environment; where nothing has kept one, that of now."""
-    return dict(_kept or os.environ)
+    """Returns the kept environment. Where nothing has kept one, as outside pytest, it keeps that of the first call."""
+    if not _kept:
+        keep()
+    return dict(_kept)
